@@ -89,10 +89,10 @@ class Candidate:
 @contextlib.contextmanager
 def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
     """Calls are divided as the candidate says. known: plans of its own, as their keys name no such choice."""
-    from cute_attn.host import backward, divided, plans, split_kv
+    from cute_attn.host import backward, plans, split_kv
 
     choices = (
-        (divided, "is_wanted", candidate.split is not None),
+        (split_kv, "is_wanted", candidate.split is not None),
         (backward, "head_splits", candidate.head_splits),
         (backward, "key_splits", candidate.accumulators),
         (backward, "accumulators_in_order", candidate.accumulators),

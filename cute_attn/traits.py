@@ -70,6 +70,8 @@ MAX_HEAD_DIM = 576
 """The largest head dim of any kernel; each kernel's ``supports`` has its limit."""
 MAX_HEAD_DIM_V = 512
 """The largest head dim of V in Hopper kernels (256 columns of O for each of two warpgroups) and in combine kernels."""
+MAX_DUAL_COLUMNS = 128
+"""Maximum head dim of V next to its tangent: accumulators of 16 rows and 128 columns take 128 registers."""
 LARGE_HEAD_DIM = 256
 """For larger head dims, kernels that can do so divide the columns of O among warps or warpgroups."""
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from cute_attn.api.attention import Window, attention, attention_varlen
 from cute_attn.host import doors, plans
 from cute_attn.host.doors import served
-from cute_attn.host.head_dims import whole_head_dim
 from cute_attn.host.values import kind_of
 
 __all__ = ["NAME", "attention_forward", "attention_mask", "register", "served"]
@@ -209,7 +208,7 @@ def _attend(tensors: tuple[Any, ...], scores: _Scores) -> Tensor:
     """Run a call for which no recorded call can be replayed."""
     query, key, value, mask, sinks, position_bias, *starts = tensors
     rows, keys = query.shape[2], key.shape[2]
-    q, k, v = (whole_head_dim(x.transpose(1, 2)) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {
         "softmax_scale": query.shape[-1] ** -0.5 if scores.scaling is None else float(scores.scaling),
         "softcap": scores.softcap or 0.0,
@@ -231,8 +230,7 @@ def _attend(tensors: tuple[Any, ...], scores: _Scores) -> Tensor:
     given: dict[str, Any] = {"query": query, "key": key, "value": value, "attn_bias": mask}
     given |= {"is_causal": options["causal"], "dropout_p": scores.dropout, "softcap": scores.softcap}
     doors.note("transformers.attention_forward", given | {"window_size_left": scores.sliding_window})
-    out = found.reshape(query.shape[0], rows, *found.shape[-2:])
-    return out[..., : value.shape[-1]] if out.shape[-1] != value.shape[-1] else out
+    return found.reshape(query.shape[0], rows, *found.shape[-2:])
 
 
 def _check_window(module: torch.nn.Module, sliding_window: int | None) -> None:

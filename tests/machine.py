@@ -20,7 +20,7 @@ from cute_attn.api import kvcache
 from cute_attn.compiler import registry
 from cute_attn.compiler.arguments import ordered, parameters
 from cute_attn.host import backward, counters, forward, memory, plans, record, split_kv
-from cute_attn.sdpa import plans as sdpa_plans
+from cute_attn.sdpa import operators as sdpa_operators
 
 MULTIPROCESSORS = 132
 L2_BYTES = 50 << 20
@@ -149,7 +149,7 @@ def gpu(
     kernels(patch, launched, prepared=True)
     patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
     patch.setattr(record, "_empty_strided_cuda", None)
-    patch.setattr(sdpa_plans, "runs_kernels", lambda q: True)
+    patch.setattr(sdpa_operators, "runs_kernels", lambda q: True)
     patch.setattr(kvcache, "known_plan", _checked_plan)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 

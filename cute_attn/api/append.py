@@ -7,9 +7,14 @@ from torch import Tensor
 
 from cute_attn.host import plans
 from cute_attn.host.append import launch
-from cute_attn.host.cache_checks import check_append, check_append_for_kernels, check_lengths, check_tensors
-from cute_attn.host.call import Call, schema
-from cute_attn.host.checks import check_writable
+from cute_attn.host.call import Call, define, schema
+from cute_attn.host.checks import (
+    check_append,
+    check_append_for_kernels,
+    check_lengths,
+    check_tensors,
+    check_writable,
+)
 from cute_attn.host.dispatch import refuse_tangents
 from cute_attn.host.memory import Tensors
 from cute_attn.host.record import overwritten
@@ -107,7 +112,7 @@ def _append(tensors: Tensors, rotary_interleaved: bool, check_lengths: bool) -> 
     refuse_gradients(call, "append_kv")
     call = call.materialized()
     if check_lengths:
-        check_append(call, batch_of(call))
+        check_append(call)
         _check_lengths(call)
     torch.ops.cute_attn.append_kv.default(*call.values(ARGUMENTS))
     return ()
@@ -127,29 +132,15 @@ def refuse_gradients(call: Call, function: str) -> None:
                 )
 
 
-def batch_of(call: Call) -> int:
-    """Number of sequences of an append."""
-    seqlens = call.cache_seqlens
-    if seqlens is None or seqlens.dim() != 1:
-        shape = None if seqlens is None else tuple(seqlens.shape)
-        raise ValueError(f"cache_seqlens has shape {shape}; accepted: (batch,)")
-    return seqlens.shape[0]
-
-
 # ---- the operator ----
 
-_library = torch.library.Library("cute_attn", "FRAGMENT")
 CACHES = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
 """Schema types of the tensors that an append writes."""
-_library.define(
-    f"append_kv({schema(ARGUMENTS, cache_seqlens='Tensor', **CACHES)}) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def append_cpu(*arguments: Any) -> None:
     call = Call.of(ARGUMENTS, arguments)
-    check_append(call, batch_of(call))
+    check_append(call)
     append_by_definition(call)
 
 
@@ -163,14 +154,15 @@ def append_by_definition(call: Call) -> None:
 def append_cuda(*arguments: Any) -> None:
     """Run the append kernel on the current stream of the cache's device."""
     call = Call.of(ARGUMENTS, arguments)
-    check_append(call, batch_of(call))
+    check_append(call)
     check_append_for_kernels(call)
     launch(call)
     overwritten(call.k_cache, call.v_cache, beside=(call.k, call.v))
 
 
-_library.impl("append_kv", append_cpu, "CPU")
-_library.impl("append_kv", append_cuda, "CUDA")
-
-
-torch.library.register_fake("cute_attn::append_kv", lambda *_: None, lib=_library)  # only caches are written
+define(
+    f"append_kv({schema(ARGUMENTS, cache_seqlens='Tensor', **CACHES)}) -> ()",
+    append_cpu,
+    append_cuda,
+    lambda *_: None,  # only caches are written
+)

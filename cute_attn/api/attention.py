@@ -551,7 +551,8 @@ def _attend(
     if type(dropout_p) is not float:
         dropout_p = number("dropout_p", dropout_p)
     if dropout_p and tensors[-1] is None:
-        tensors = (*tensors[:-1], _drawn_state(q))
+        draw = functools.partial(random_states.draw, q.device)
+        tensors = (*tensors[:-1], draw() if torch.compiler.is_compiling() else drawn(draw))
     if torch.compiler.is_compiling():
         return _result(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
     key: Hashable = given
@@ -594,12 +595,6 @@ def _computed(functions: Functions, tensors: Tensors, given: tuple, out: Tensor 
     epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     call = _call_of(tensors, options._replace(epilogues=epilogues))
     return operators.forward(call) if out is None else operators.forward_into(call, out)
-
-
-def _drawn_state(q: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return random_states.draw(q.device)
-    return drawn(functools.partial(random_states.draw, q.device))
 
 
 def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:

@@ -65,9 +65,9 @@ def block_mask(
     )
     where = _device(device)
     if torch.compiler.is_compiling():
-        from cute_attn.api import outside_graphs  # loads torch's compiler
+        from cute_attn.api import in_graphs  # loads torch's compiler
 
-        return outside_graphs.made_block_mask(mask_mod, sizes, _block_size(block_size), where)
+        return in_graphs.made_block_mask(mask_mod, sizes, _block_size(block_size), where)
     return made_block_mask(mask_mod, sizes, _block_size(block_size), where)
 
 

@@ -7,15 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.host.block_masks import Blocks, for_each, kinds_of, list_shapes, shared_lists
-
-_library = torch.library.Library("cute_attn", "FRAGMENT")
-_BLOCKS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices"
-_library.define(
-    f"block_tables({_BLOCKS}, SymInt[] block_size, SymInt[] seq_lengths, SymInt[] sizes, Tensor[] starts) -> "
-    "(Tensor kinds, Tensor key_counts, Tensor key_blocks, Tensor query_counts, Tensor query_blocks)",
-    # Partitions of a graph that CUDA replays take tables as inputs: in its memory pool they are found alive afterwards.
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
-)
+from cute_attn.host.call import define
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -33,11 +25,6 @@ def _made(*arguments: Any) -> Tables:
     return kinds, *shared_lists(kinds, listed.BLOCK_SIZE, *sizes, starts=starts)  # type: ignore[return-value]
 
 
-_library.impl("block_tables", _made, "CPU")
-_library.impl("block_tables", _made, "CUDA")
-
-
-@torch.library.register_fake("cute_attn::block_tables", lib=_library)
 def _fake(*arguments: Any) -> Tables:
     counts, indices, _, full, block_size, seq_lengths, sizes, starts = arguments
     widths = [x.shape[-1] for x in (indices, full) if x is not None]
@@ -49,3 +36,13 @@ def _fake(*arguments: Any) -> Tables:
         indices.new_empty((*of_lists, *shape), dtype=torch.int32) for shape in list_shapes(sizes[1], sizes[3])
     ]
     return kinds, *lists
+
+
+_BLOCKS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor? full_kv_num_blocks, Tensor? full_kv_indices"
+define(
+    f"block_tables({_BLOCKS}, SymInt[] block_size, SymInt[] seq_lengths, SymInt[] sizes, Tensor[] starts) -> "
+    "(Tensor kinds, Tensor key_counts, Tensor key_blocks, Tensor query_counts, Tensor query_blocks)",
+    *(_made, _made, _fake),
+    # Partitions of a graph that CUDA replays take tables as inputs: in its memory pool they are found alive afterwards.
+    torch.Tag.cudagraph_unsafe,
+)

@@ -30,7 +30,6 @@ def all_epilogues(
 
     Args:
         tensors: q and k first; with a BlockMask, all tensors in the order of :func:`cute_attn.api.attention._attend`.
-        epilogues, functions: arguments of the call.
         longest: queries and keys of the longest packed sequence; None for batches.
     """
     (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []

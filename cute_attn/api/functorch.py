@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.checks import check
-from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGENT, unpacked
+from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGENT, not_in_jvp, unpacked
 
 _FIELDS = Call._fields[:NUM_TENSORS]
 _BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
@@ -81,9 +81,7 @@ def with_tangents(
 def refuse_out(call: Call) -> None:
     """Raise NotImplementedError if a tensor of the call has a tangent, since ``out`` cannot have one."""
     if any(tangent is not None for tangent in _unpacked(call)[1]):
-        raise NotImplementedError(
-            "out is given in a forward-mode derivative of attention; accepted: a call without out"
-        )
+        raise not_in_jvp("out is given", ": a call without out")
 
 
 def _unpacked(call: Call) -> tuple[tuple, tuple]:
@@ -101,9 +99,7 @@ def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tup
     if tangents[_FIELDS.index("alibi_slopes")] is not None:
         raise NotImplementedError(NO_TANGENT)
     if Call.joined(tensors, rest).return_softmax:
-        raise NotImplementedError(
-            "return_softmax is True in a forward-mode derivative of attention; accepted: False"
-        )
+        raise not_in_jvp("return_softmax is True", ": False")
     return *(tangents[i] for i in _INDICES), *tangents[NUM_TENSORS:]
 
 

@@ -33,12 +33,23 @@ from cute_attn.epilogues.functions.known import (
 from cute_attn.epilogues.functions.program import VALUE, Nodes, Program, erase, programs
 from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace
 from cute_attn.epilogues.names import TRACED, register_traced
-from cute_attn.host import block_masks, doors
+from cute_attn.host import block_masks, doors, mask_kinds
 from cute_attn.host.checks import check, check_for_kernels
-from cute_attn.host.head_dims import pad_head_dim
 from cute_attn.host.memory import Tensors
 
 Result = TypeVar("Result")
+
+
+# ---- between two graphs ----
+
+
+def _made_block_mask(*arguments: Any) -> Any:
+    return mask_kinds.made_block_mask(*arguments)
+
+
+made_block_mask = torch.compiler.disable(
+    _made_block_mask, reason="cute_attn makes a mask's blocks outside of graphs"
+)
 
 
 # ---- interpreted by the compiler ----
@@ -256,9 +267,7 @@ def _check_kernels(node: fx.Node, args: Sequence[Any]) -> None:
     if not call.q.is_cuda or 0 in (*call.q.shape, *call.k.shape):
         return
     check(call)
-    check_for_kernels(call, unaligned=True)
-    q, k, v = map(pad_head_dim, call[:3])
-    call = call._replace(q=q, k=k, v=v)
+    check_for_kernels(call)
     for op in ("forward", "backward") if needs else ("forward",):
         why = doors.why_no_kernel(call, doors.target_of(call.q.device), op)
         if why is not None:

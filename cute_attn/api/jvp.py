@@ -15,15 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.api.operators import below_operators, call_of, forward_cpu
-from cute_attn.host.call import ATTENTION, Call, schema
+from cute_attn.host.call import ATTENTION, define, schema
 from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.jvp import Tangents, with_tangents
-
-_library = torch.library.Library("cute_attn", "FRAGMENT")
-_library.define(
-    f"jvp(Tensor?[] tangents, {schema(ATTENTION)}) -> (Tensor out, Tensor lse, Tensor out_dot, Tensor lse_dot)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
 
 
 def _jvp_cpu(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
@@ -49,14 +43,18 @@ def _dual(x: Tensor | None, tangent: Tensor | None) -> Tensor | None:
     return forward_ad.make_dual(x.detach().contiguous(), tangent.detach().contiguous())
 
 
-_library.impl("jvp", _jvp_cpu, "CPU")
-_library.impl("jvp", lambda tangents, *arguments: with_tangents(call_of(arguments), tangents), "CUDA")
+def _jvp_cuda(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
+    return with_tangents(call_of(arguments), tangents)
 
 
-@torch.library.register_fake("cute_attn::jvp", lib=_library)
-def _fake(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
-    call: Call = call_of(arguments)
-    out, lse = call.output_shapes()
-    lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    pairs = [(call.q.new_empty(out), call.q.new_empty(lse, dtype=lse_dtype)) for _ in range(2)]
-    return *pairs[0], *pairs[1]
+def _jvp_fake(_: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
+    call = call_of(arguments)
+    return *call.fake_outputs(), *call.fake_outputs()
+
+
+define(
+    f"jvp(Tensor?[] tangents, {schema(ATTENTION)}) -> (Tensor out, Tensor lse, Tensor out_dot, Tensor lse_dot)",
+    _jvp_cpu,
+    _jvp_cuda,
+    _jvp_fake,
+)

@@ -5,26 +5,37 @@ the combine kernel if the keys of a query block are split among CTAs.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_attn.api import append
 from cute_attn.api.attention import Window, resolve_mask
-from cute_attn.api.functions import Epilogues, Functions, MaskMod, ScoreMod, all_epilogues, as_one_node
+from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
-from cute_attn.host.cache_checks import (
+from cute_attn.host.call import (
+    LARGE_HEAD_DIM,
+    Call,
+    define,
+    is_latent,
+    pack_epilogues,
+    pytorchs_precision,
+    schema,
+)
+from cute_attn.host.checks import (
+    MAX_SEQLEN,
     check_append_for_kernels,
     check_attention,
     check_cache_addresses,
+    check_out,
+    check_starts,
     check_tensors,
+    check_writable,
 )
-from cute_attn.host.cache_checks import check_lengths as _check_lengths
-from cute_attn.host.call import LARGE_HEAD_DIM, Call, is_latent, pack_epilogues, pytorchs_precision, schema
-from cute_attn.host.checks import MAX_SEQLEN, check_out, check_starts, check_writable
+from cute_attn.host.checks import check_lengths as _check_lengths
 from cute_attn.host.choose import check_words
 from cute_attn.host.memory import (
     Tensors,
@@ -179,7 +190,7 @@ check_lengths
         q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos,
         rotary_sin, rotary_seqlens, cache_leftpad, cu_seqlens_q, alibi_slopes, sinks, tree_mask,
     )  # fmt: skip
-    options = _Options(
+    options = (
         rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, same_bits, kernel,
         tile, check_lengths, return_lse, epilogues,
     )  # fmt: skip
@@ -190,7 +201,7 @@ check_lengths
     named = type(epilogues) is not tuple or epilogues
     if (named or score_mod is not None or mask_mod is not None) and not users and isinstance(q, Tensor):
         compiling = torch.compiler.is_compiling()
-        brought = None if compiling else plans.read_by(options, _EPILOGUES, functions, q, k_cache)
+        brought = None if compiling else plans.read_by(options, len(options) - 1, functions, q, k_cache)
         if brought is None:
             users = True
         else:
@@ -222,36 +233,15 @@ def _are_latent(k_cache: Tensor, v_cache: Any) -> bool:
     return dense and is_latent(k_cache, v_cache)
 
 
-class _Options(NamedTuple):
-    """A call's arguments other than tensors, as the caller wrote them."""
-
-    rotary_interleaved: bool
-    max_seqlen_q: int | None
-    softmax_scale: float | None
-    causal: bool
-    window: Window
-    softcap: float
-    num_splits: int
-    same_bits: bool
-    kernel: str | None
-    tile: Any
-    check_lengths: bool
-    return_lse: bool
-    epilogues: Epilogues
-
-
-_EPILOGUES = _Options._fields.index("epilogues")
-
-
 def _attend(
-    functions: Functions, tensors: Tensors, out: Tensor | None, options: _Options
+    functions: Functions, tensors: Tensors, out: Tensor | None, options: tuple
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a call that repeats no recorded one; tensors: in the order of ``_TENSORS``."""
     call = Call.of(_TENSORS, tensors)
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
-    rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, *others = options
-    kernel, tile, check_lengths, return_lse, named = others[2:]
-    num_splits, same_bits = python_number(others[0]), others[1]
+    rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, *others = options
+    same_bits, kernel, tile, check_lengths, return_lse, named = others
+    num_splits = python_number(num_splits)
     if not is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
         raise ValueError(f"num_splits is {shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
     check_flags(
@@ -278,14 +268,18 @@ def _attend(
     call = call._replace(precision=_precision(q))
     plan = known_plan(call) if q.is_cuda and no_dispatch_mode() else None
     if plan is None:
-        _check_arguments(call)
+        check_tensors(call, ("q", "k_cache", "v_cache"))
+        if q.device.type == "cpu" and (call.kernel or call.tile):
+            check_words(call.kernel, kvcache=call.tile)
+        for name in ("k_cache", "v_cache") if call.k is not None else ():
+            check_writable(name, getattr(call, name))
         call = call.materialized()
     append.refuse_gradients(call, "attention_with_kvcache")
     # Shapes are compared with out's below; while a compiler traces, the operator checks.
     if check_lengths or (out is not None and plan is None and no_dispatch_mode()):
         check_attention(call)
     if check_lengths:
-        _check_lengths(call, call.cache_leftpad)
+        _check_lengths(call)
     if out is not None:
         check_out(call, out)
     if plan is None:
@@ -298,16 +292,6 @@ def _attend(
         found = write_owned(out, found, cu_seqlens_q)
         record.also()
     return found, lse
-
-
-def _check_arguments(call: Call) -> None:
-    """Raise for wrong types, wrong names of kernels and tiles, and caches that cannot be written."""
-    check_tensors(call, ("q", "k_cache", "v_cache"))
-    if call.q.device.type == "cpu" and (call.kernel or call.tile):
-        check_words(call.kernel, kvcache=call.tile)
-    if call.k is not None:
-        for name in ("k_cache", "v_cache"):
-            check_writable(name, getattr(call, name))
 
 
 def _is_written_directly(out: Tensor, alignment: int) -> bool:
@@ -336,12 +320,6 @@ def _one_length(
 
 
 # ---- the operator ----
-
-_SCHEMA = schema(ARGUMENTS, k="Tensor?", v="Tensor?", **append.CACHES)
-_library = torch.library.Library("cute_attn", "FRAGMENT")
-_library.define(
-    f"attention_with_kvcache({_SCHEMA}) -> (Tensor out, Tensor lse)", tags=(torch.Tag.pt2_compliant_tag,)
-)
 
 
 def _call_of(arguments: tuple) -> Call:
@@ -387,7 +365,14 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
 def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Launch the kernels of a checked call; out: None, or memory that kernels can write directly."""
     check_cache_addresses(call)
-    found = _launched(call, plan, out)
+    call = call.with_positive_scale()
+    q = call.q
+    rotates = call.rotary_cos is not None and q.numel() > 0
+    with on_device(q.get_device()):
+        if call.k is not None or rotates:
+            rotated = launch_append(call, q if rotates else None)
+            q = q if rotated is None else rotated
+        found = launch_attention(plan, call, record.readable(q, call.alignment), out)
     if call.k is not None:
         record.overwritten(call.k_cache, call.v_cache, beside=(call.k, call.v))
     if out is not None:
@@ -395,25 +380,10 @@ def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, T
     return found
 
 
-def _launched(call: Call, plan: Plan, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    call = call.with_positive_scale()
-    q = call.q
-    rotates = call.rotary_cos is not None and q.numel() > 0
-    with on_device(q.get_device()):
-        if call.k is not None or rotates:
-            turned = q if rotates else None
-            rotated = launch_append(call, turned, call.cu_seqlens_q, bool(call.mask))
-            q = q if rotated is None else rotated
-        return launch_attention(plan, call, record.readable(q, call.alignment), out)
-
-
-_library.impl("attention_with_kvcache", attend_cpu, "CPU")
-_library.impl("attention_with_kvcache", attend_cuda, "CUDA")
-
-
-@torch.library.register_fake("cute_attn::attention_with_kvcache", lib=_library)
-def _attend_fake(*arguments: Any) -> tuple[Tensor, Tensor]:
-    call = _call_of(arguments)
-    out, lse = call.output_shapes()
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    return call.q.new_empty(out), call.q.new_empty(lse, dtype=dtype)
+_SCHEMA = schema(ARGUMENTS, k="Tensor?", v="Tensor?", **append.CACHES)
+define(
+    f"attention_with_kvcache({_SCHEMA}) -> (Tensor out, Tensor lse)",
+    attend_cpu,
+    attend_cuda,
+    lambda *arguments: _call_of(arguments).fake_outputs(),
+)

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from cute_attn.host import plans, record
+from cute_attn.host.call import define
 from cute_attn.host.checks import check_like
 from cute_attn.host.dispatch import refuse_tangents
 from cute_attn.host.memory import Tensors, materialized, on_device
 from cute_attn.host.merge import check, check_for_kernels, launch
-from cute_attn.host.values import check_dense, shown, tensors_of
+from cute_attn.host.values import check_present, shown, tensors_of
 from cute_attn.reference import kvcache as kvcache_reference
 
 
@@ -61,10 +62,7 @@ def merge_attention(
 def _merge(tensors: Tensors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Check and run a merge that repeats no recorded one; tensors: outs, lses and sinks."""
     outs, lses, sinks = tensors
-    check_dense("outs", outs)
-    check_dense("lses", lses)
-    if sinks is not None:
-        check_dense("sinks", sinks)
+    check_present((("outs", outs), ("lses", lses), ("sinks", sinks)), ("outs", "lses"), "outs")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(
             f"dtype is {shown(dtype)}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
@@ -90,12 +88,6 @@ def _stacked(name: str, partials: Tensor | Sequence[Tensor]) -> Tensor:
 
 # ---- the operator ----
 
-_library = torch.library.Library("cute_attn", "FRAGMENT")
-_library.define(
-    "merge(Tensor outs, Tensor lses, Tensor? sinks, ScalarType dtype) -> (Tensor out, Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
 
 def merge_cpu(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     check(outs, lses, sinks, dtype)
@@ -115,13 +107,16 @@ def merge_cuda(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dt
     return out, lse
 
 
-_library.impl("merge", merge_cpu, "CPU")
-_library.impl("merge", merge_cuda, "CUDA")
-
-
-@torch.library.register_fake("cute_attn::merge", lib=_library)
 def _merge_fake(
     outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     check(outs, lses, sinks, dtype)
     return outs.new_empty(outs.shape[1:], dtype=dtype), lses.new_empty(lses.shape[1:])
+
+
+define(
+    "merge(Tensor outs, Tensor lses, Tensor? sinks, ScalarType dtype) -> (Tensor out, Tensor lse)",
+    merge_cpu,
+    merge_cuda,
+    _merge_fake,
+)

@@ -20,7 +20,7 @@ from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host import fused_qkv, plans
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
-from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call, pytorchs_precision, schema
+from cute_attn.host.call import ATTENTION, LIBRARY, NUM_TENSORS, Call, define, pytorchs_precision, schema
 from cute_attn.host.checks import check, check_gradients, check_out
 from cute_attn.host.choose import user_classes
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, transforms_are_active
@@ -31,21 +31,7 @@ from cute_attn.host.memory import Tensors, all_plain, none_overrides, on_device,
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.record import Record, empty, overwritten, planned
 
-_library = torch.library.Library("cute_attn", "DEF")
 _ARGUMENTS = schema(ATTENTION)
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_library.define(f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)", tags=_TAGS)
-_library.define(
-    f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] needed, {_ARGUMENTS}) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks, "
-    "Tensor[] grad_epilogue_tensors)",
-    tags=_TAGS,
-)
-_INTO = "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, Tensor(e!)? dsinks"
-_library.define(
-    f"backward_into(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INTO}, {_ARGUMENTS}) -> ()",
-    tags=_TAGS,
-)
 _INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 _NAMED = len(DIFFERENTIABLE)
 Outer = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
@@ -245,16 +231,17 @@ def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Call
     return run
 
 
-_library.impl("forward", _repeated("forward", _forward_operator, 0), "CUDA")
-_library.impl("forward", _forward_operator_cpu, "CPU")
-
-
-@torch.library.register_fake("cute_attn::forward", lib=_library)
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = call_of(arguments)
-    (out, lse), softmax = call.output_shapes(), call.softmax_shape()
-    lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
-    return call.q.new_empty(out), call.q.new_empty(lse, dtype=lse_dtype), call.q.new_empty(softmax)
+    return *call.fake_outputs(), call.q.new_empty(call.softmax_shape())
+
+
+define(
+    f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)",
+    _forward_operator_cpu,
+    _repeated("forward", _forward_operator, 0),
+    _forward_fake,
+)
 
 
 # ---- the gradient ----
@@ -348,20 +335,30 @@ def _backward_into_cpu(*arguments: Any) -> None:
             own.copy_(gradient)
 
 
-_library.impl("backward_into", _backward_into_cuda, "CUDA")
-_library.impl("backward_into", _backward_into_cpu, "CPU")
-torch.library.register_fake("cute_attn::backward_into", lambda *_: None, lib=_library)
+_INTO = "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv, Tensor(d!)? dbias, Tensor(e!)? dsinks"
+define(
+    f"backward_into(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, {_INTO}, {_ARGUMENTS}) -> ()",
+    _backward_into_cpu,
+    _backward_into_cuda,
+    lambda *_: None,
+)
 
-_library.impl("backward", _repeated("backward", _backward_cuda, 5), "CUDA")
-_library.impl("backward", _backward_cpu, "CPU")
 
-
-@torch.library.register_fake("cute_attn::backward", lib=_library)
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     needed, call = arguments[4], call_of(arguments[5:])
     tensors = (*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors)
     pairs = zip(tensors, needed, strict=False)
     return _filled(call, [x.new_empty(x.shape) if wanted else None for x, wanted in pairs])
+
+
+define(
+    f"backward(Tensor? grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[] needed, {_ARGUMENTS}) "
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_bias, Tensor grad_sinks, "
+    "Tensor[] grad_epilogue_tensors)",
+    _backward_cpu,
+    _repeated("backward", _backward_cuda, 5),
+    _backward_fake,
+)
 
 
 def requires_grad(call: Call) -> bool:
@@ -540,5 +537,5 @@ def _transformed(keyset: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, out.new_empty(0) if softmax is None else softmax
 
 
-_library.impl("forward", _with_derivatives, "Autograd", with_keyset=True)
-_library.impl("forward", _transformed, "FuncTorchBatched", with_keyset=True)
+LIBRARY.impl("forward", _with_derivatives, "Autograd", with_keyset=True)
+LIBRARY.impl("forward", _transformed, "FuncTorchBatched", with_keyset=True)

@@ -64,7 +64,7 @@ def bundle(
     check_kernels(names or (), tile, wanted[0] if len(wanted) == 1 else None)
     with working("choosing kernels"):
         import_kernels()
-        from cute_attn.host import common_calls
+        from cute_attn.lab import common_calls
 
         if like:
             requests = [one for one in lab.bundles.like(like) if not wanted or one[2] in wanted]

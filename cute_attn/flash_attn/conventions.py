@@ -3,7 +3,6 @@
 import contextlib
 import math
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +11,8 @@ from torch import Tensor
 from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.host import doors
-from cute_attn.host.checks import check_starts, check_written
+from cute_attn.host.checks import check_starts
 from cute_attn.host.fused_qkv import unbind
-from cute_attn.host.head_dims import cut_head_dim, whole_head_dim
-from cute_attn.host.memory import write_owned
 from cute_attn.host.values import check_dense, check_dtype, is_one_of, number, shown, wrong_shape
 
 
@@ -28,20 +25,13 @@ class Scores(NamedTuple):
     softcap: float
     alibi_slopes: Tensor | None = None
 
-    @property
-    def is_causal(self) -> bool:
-        """``causal`` as a flag."""
-        return flag("causal", self.causal)
-
-    def arguments(self, q: Tensor) -> dict[str, Any]:
-        """The arguments for :func:`cute_attn.attention`. q: the caller's q, before its head dim is padded."""
-        scale, slopes = self.softmax_scale, self.alibi_slopes
-        if scale is None and q.dim() and q.shape[-1]:
-            scale = q.shape[-1] ** -0.5
+    def arguments(self) -> dict[str, Any]:
+        """The arguments for :func:`cute_attn.attention`."""
+        causal, slopes = flag("causal", self.causal), self.alibi_slopes
         return {
-            "softmax_scale": scale,
-            "causal": self.is_causal,
-            "window": _window(self.window_size, self.is_causal),
+            "softmax_scale": self.softmax_scale,
+            "causal": causal,
+            "window": _window(self.window_size, causal),
             "softcap": max(number("softcap", self.softcap), 0.0),
             "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
         }
@@ -131,13 +121,6 @@ def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
     return unbind(packed)
 
 
-def contiguous(x: Any) -> Any:
-    """``x``, copied if its last dimension is not contiguous, even if x has no elements."""
-    if not isinstance(x, Tensor) or not x.dim() or x.stride(-1) == 1:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def plus_infinity(lse: Tensor) -> Tensor:
     """lse with +inf where a query sees no key, as in FlashAttention-2."""
     return lse.nan_to_num(math.nan, math.inf, math.inf)
@@ -158,7 +141,7 @@ def attend(
     out: Tensor | None = None,
     **noted: Any,
 ) -> tuple[Tensor, ...]:
-    """Call :func:`cute_attn.attention`, or ``attention_varlen``, with any head dim. Returns a tuple of their results.
+    """Call :func:`cute_attn.attention`, or ``attention_varlen``. Returns a tuple of their results.
 
     Args:
         door: name of the function that is counted; noted: for :func:`note`.
@@ -167,25 +150,13 @@ def attend(
         options: other arguments of that function.
         out: memory for the result, or None.
     """
-    q, k, v = tensors
-    check_tensors(q=q, k=k, v=v)
-    prepared: Any = tuple(map(whole_head_dim, tensors))
-    direct = prepared[2].shape == v.shape
-    options = options | scores.arguments(q) | {"out": out if direct else None}
-    if out is not None and not direct:
-        shape, named = (*q.shape[:-1], v.shape[-1]), zip("qkv", tensors, strict=True)
-        check_written("out", out, named, shape=shape, dtype=q.dtype, device=q.device)
+    (q, k, v), options = tensors, options | scores.arguments() | {"out": out}
     if lengths is None:
-        found: Any = attention(*prepared, **options)
+        found: Any = attention(q, k, v, **options)
     else:
-        found = attention_varlen(*prepared, *lengths[:2], *longest(lengths), **options)
-    starts = None if lengths is None else lengths[0]
-    note(door, tensors, scores, cum_seq_q=starts, **noted)
-    result, *others = found if isinstance(found, tuple) else (found,)
-    if not direct:
-        result = cut_head_dim(result, v.shape[-1])
-        result = result if out is None else write_owned(out, result, starts)
-    return result, *others
+        found = attention_varlen(q, k, v, *lengths[:2], *longest(lengths), **options)
+    note(door, tensors, scores, cum_seq_q=None if lengths is None else lengths[0], **noted)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def attend_cache(
@@ -194,18 +165,13 @@ def attend_cache(
     v_cache: Tensor,
     scores: Scores,
     *,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
-    out: Tensor | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Call :func:`cute_attn.api.kvcache.attention_with_kvcache`. Returns out, and lse with return_lse, else None."""
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    check_tensors(**{name: x for name, x in (("k", k), ("v", v)) if x is not None})
-    options |= {"return_lse": True, **scores.arguments(q)} if return_lse else scores.arguments(q)
-    q, k, v = contiguous(q), contiguous(k), contiguous(v)
-    found = attention_with_kvcache(q, k_cache, v_cache, k=k, v=v, out=out, **options)
+    found = attention_with_kvcache(
+        q, k_cache, v_cache, return_lse=return_lse, **options, **scores.arguments()
+    )
     return found if isinstance(found, tuple) else (found, None)
 
 
@@ -238,25 +204,19 @@ def attend_pages(
         q, k, v, scores, page_table=block_table, cu_seqlens_q=starts_q, max_seqlen_q=longest_q,
         return_lse=return_lse, **options,
     )  # fmt: skip
-    return without_backward(out, tensors, "attention with a block_table"), lse
-
-
-def without_backward(out: Tensor, tensors: Sequence[Tensor], what: str) -> Tensor:
-    """``out``; if a tensor requires a gradient, a backward through ``out`` raises."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return _WithoutBackward.apply(out, what, *tensors)
-    return out
+        out = _WithoutBackward.apply(out, *tensors)
+    return out, lse
 
 
 class _WithoutBackward(torch.autograd.Function):
     """Identity on ``out`` that raises if the gradient of ``out`` is requested, since no kernel computes it."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, what: str, *tensors: Tensor) -> Tensor:
-        ctx.what = what
+    def forward(ctx: Any, out: Tensor, *tensors: Tensor) -> Tensor:
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Raise NotImplementedError with the accepted alternatives."""
-        raise NotImplementedError(f"a gradient of {ctx.what} is asked for; accepted: none")
+        raise NotImplementedError("a gradient of attention with a block_table is asked for; accepted: none")

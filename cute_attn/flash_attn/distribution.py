@@ -12,9 +12,10 @@ from typing import Any
 
 
 class _FlashAttention(Distribution):
-    """A distribution with a name, a version and top-level modules, not installed on disk."""
+    """A distribution with a name, a version and top-level modules, not installed on disk: a finder of itself alone."""
 
     def __init__(self, name: str, version: str, modules: Iterable[str]) -> None:
+        self._name = name
         self._files = {
             "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: cute_attn's functions\n",
             "top_level.txt": "".join(f"{module}\n" for module in modules),
@@ -26,21 +27,13 @@ class _FlashAttention(Distribution):
     def locate_file(self, path: Any) -> Any:
         return Path(__file__).parent / path
 
-
-class _Finder:
-    """Finds a :class:`_FlashAttention` distribution, and no modules."""
-
-    def __init__(self, name: str, version: str, modules: Iterable[str]) -> None:
-        self.name = name
-        self._distribution = _FlashAttention(name, version, modules)
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         """Return None, since this finder finds no modules."""
 
     def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterable[Distribution]:  # noqa: B008
         """Return the distribution if ``context`` asks for its name, or for all distributions."""
-        asked = context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == self.name
-        return [self._distribution] if asked else []
+        asked = context.name is None or re.sub(r"[-_.]+", "-", context.name).lower() == self._name
+        return [self] if asked else []
 
 
 def announce(name: str, version: str, modules: Iterable[str]) -> None:
@@ -48,5 +41,5 @@ def announce(name: str, version: str, modules: Iterable[str]) -> None:
 
     name: a name with hyphens, such as ``flash-attn``.
     """
-    if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.append(_Finder(name, version, modules))
+    if not any(isinstance(finder, _FlashAttention) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.append(_FlashAttention(name, version, modules))

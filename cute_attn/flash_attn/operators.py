@@ -38,8 +38,6 @@ from cute_attn.flash_attn.conventions import (
     probability,
     refuse,
 )
-from cute_attn.host.checks import check_writable, check_written
-from cute_attn.host.head_dims import cut_head_dim, has_whole_head_dim, pad_head_dim, whole_head_dim
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """out, softmax_lse, S_dmask, rng_state."""
@@ -162,31 +160,14 @@ def backward(
     nothing = dout.new_empty(0, dtype=torch.float32)
     if not given:
         return nothing
-    options = options | scores.arguments(q)
+    options = options | scores.arguments()
     options["dropout_p"] = probability(options.get("dropout_p", 0.0))
     options["deterministic"] = flag("deterministic", options["deterministic"])
-    direct = all(map(has_whole_head_dim, given.values()))
+    options |= {"wanted": tuple(given), "into": tuple(given.values())}
     with torch.no_grad():
-        if not direct:
-            _check_into(given, {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": lse})
-        arguments: Any = (pad_head_dim(dout), *map(whole_head_dim, (q, k, v)), pad_head_dim(out), lse)
-        options |= {"wanted": tuple(given), "into": tuple(given.values()) if direct else None}
         if lengths is None:
-            found = attention_backward(*arguments, **options)
+            attention_backward(*tensors, **options)
         else:
-            found = attention_varlen_backward(*arguments, *lengths[:2], *longest(lengths), **options)
-        if not direct:
-            for x, grad in zip(given.values(), found, strict=True):
-                x.copy_(cut_head_dim(grad, x.shape[-1]))
+            attention_varlen_backward(*tensors, *lengths[:2], *longest(lengths), **options)
     note(door, (q, k, v), scores, dropout_p=options["dropout_p"], cum_seq_q=lengths and lengths[0])
     return nothing
-
-
-def _check_into(given: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Raise if gradients cannot be copied to the ``given`` tensors. read: tensors that the backward reads."""
-    taken = list(read.items())
-    for name, x in given.items():
-        own = read[name]
-        check_written(f"d{name}", x, taken, device=own.device, dtype=own.dtype, shape=own.shape)
-        check_writable(f"d{name}", x)
-        taken.append((f"d{name}", x))

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 from cute_attn.flex import overrides
-from cute_attn.flex.calls import Result, attend
 from cute_attn.flex.intervals import interval_mask
+from cute_attn.flex.overrides import Result, attend
 from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options, for_a_block
 from cute_attn.host.doors import served

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cute_attn.host.block_masks import LISTED_ROWS
+from cute_attn.host.mask_kinds import LISTED_ROWS, listed_first
 from cute_attn.host.values import check_dtype, is_int, kind_of, python_number, wrong_shape
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -45,7 +45,7 @@ def interval_mask(begin: Tensor, end: Tensor, seqlen_k: int) -> BlockMask:
         least_begin, most_begin, least_end, most_end = kinds
         listed = (least_begin < last) & (most_end > first)
         full = (most_begin <= first) & (least_end >= last)
-        partial_lists, full_lists = _ordered(listed & ~full), _ordered(full)
+        partial_lists, full_lists = listed_first(listed & ~full), listed_first(full)
     one_batch, one_head = (size == 1 for size in sizes[:2])
 
     def sees(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -92,9 +92,3 @@ def _bounds(begin: Tensor, end: Tensor) -> tuple[Tensor, ...]:
         )
         found += [blocks.amin(-1), blocks.amax(-1)]
     return tuple(found)
-
-
-def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of chosen elements along the last dimension, and all indices, with chosen elements first."""
-    places = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices
-    return chosen.sum(-1).int(), places.int()

@@ -43,14 +43,7 @@ def for_a_block(
     serving: Callable[[], Any],
     resume: Callable[[Any], object],
 ) -> Iterator[None]:
-    """Serve calls for a ``with`` block, then as before it.
-
-    Args:
-        start: serves calls.
-        restore: lets PyTorch compute everything again.
-        serving: returns the current activation, or None.
-        resume: serves calls by an earlier activation again.
-    """
+    """Serve calls for a ``with`` block, then as before it: by the activation that ``serving`` returned, if any."""
     before = serving()
     start()
     try:

@@ -25,23 +25,14 @@ def traits_of(call: Call, arch: str, q: Tensor | None) -> Traits:
     )  # fmt: skip
 
 
-def launch(
-    call: Call, q: Tensor | None = None, cu_seqlens_q: Tensor | None = None, rises: bool = False
-) -> Tensor | None:
-    """Launch the kernel: append, and with ``q`` return its rotated copy.
-
-    Args:
-        call: a checked call; without k and v nothing is appended.
-        q: queries to rotate, or None.
-        cu_seqlens_q: where packed queries start.
-        rises: whether positions of queries rise within a sequence.
-    """
+def launch(call: Call, q: Tensor | None = None) -> Tensor | None:
+    """Launch the kernel of a checked call: append k and v, if any, and with ``q`` return its rotated copy."""
     rotated = None
     with on_device(call.k_cache.get_device()):
         if q is not None:
             q = record.readable(q, call.alignment)
             rotated = record.contiguous(q, tuple(q.shape))
-        arguments, rows = kernel_arguments(call, q, rotated, cu_seqlens_q, rises)
+        arguments, rows = kernel_arguments(call, q, rotated)
         if rows:
             target = compiler.default_target("sm80")
             traits = traits_of(call, registry.generations(target)[0], q)
@@ -49,10 +40,11 @@ def launch(
     return rotated
 
 
-def kernel_arguments(
-    call: Call, q: Tensor | None, rotated: Tensor | None, cu_seqlens_q: Tensor | None, rises: bool
-) -> tuple[dict[str, Any], int]:
-    """The kernel's arguments, with tuples in place of its classes, and the number of rows."""
+def kernel_arguments(call: Call, q: Tensor | None, rotated: Tensor | None) -> tuple[dict[str, Any], int]:
+    """The kernel's arguments, with tuples in place of its classes, and the number of rows.
+
+    Under a mask, positions of queries rise within a sequence.
+    """
     alignment = call.alignment
     first = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
     seqlens = first if call.cache_seqlens is None else call.cache_seqlens
@@ -62,14 +54,10 @@ def kernel_arguments(
         k, v = (x[:, 0] if call.cu_seqlens_k_new is not None else x for x in none)
     else:
         k, v = record.readable(call.k, alignment), record.readable(call.v, alignment)
-    tables = None
-    if call.page_table is not None or call.cache_batch_idx is not None:
-        table = call.page_table
-        tables = (None if table is None else regular(table), call.cache_batch_idx)
     angles = None
     if call.rotary_cos is not None and call.rotary_sin is not None:
         angles = (regular(call.rotary_cos), regular(call.rotary_sin), first)
-    queries = None if q is None else (q, rotated, cu_seqlens_q, int(rises))
+    queries = None if q is None else (q, rotated, call.cu_seqlens_q, int(bool(call.mask)))
     rows = k.numel() // k.shape[-1] // k.shape[-2]
     if q is not None:
         rows += q.numel() // q.shape[-1] // max(q.shape[-2], 1)
@@ -81,7 +69,7 @@ def kernel_arguments(
         rows = 0  # rows, if any, belong to no sequence
     new = (regular(k, alignment), regular(v, alignment), seqlens, call.cu_seqlens_k_new)
     own = (record.in_place(x, alignment) for x in (call.k_cache, call.v_cache))
-    caches = {**dict(zip(("mKcache", "mVcache"), own, strict=True)), "tables": tables}
+    caches = {**dict(zip(("mKcache", "mVcache"), own, strict=True)), "tables": call.tables}
     return {**caches, "new": new, "angles": angles, "queries": queries}, rows
 
 

@@ -51,7 +51,7 @@ from cute_attn.host.checks import (
 )
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import l2_bytes, multiprocessors
-from cute_attn.host.forward import are_functions, as_kernels_read
+from cute_attn.host.forward import may_read
 from cute_attn.host.memory import as_strided, contiguous_strides, is_aligned, on_device
 from cute_attn.host.padding import Copies
 from cute_attn.host.plans import Plan
@@ -110,10 +110,7 @@ class Division(NamedTuple):
 
     Attributes:
         shapes: shapes of dq, dk and dv as the kernels write them; dk and dv have k's heads times ``head_splits``.
-        workspace: workspace of the launches.
-        bias: how the bias's gradient is computed, or None if it is not needed.
         num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
-        split: the launcher that splits operands into terms, or None.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -142,7 +139,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     terms also ``fallback``. If kernels cannot read q, k or v in place, they are ``pad`` and ``unpad`` instead.
     """
     check(call)
-    check_for_kernels(call, unaligned=True)
+    check_for_kernels(call)
     grad_out, grad_lse, out, lse = outer
     check_gradients(call, grad_out, grad_lse, out, lse)
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
@@ -388,7 +385,7 @@ def _launched(
         record.step(Tensor.fill_, lse_log2, math.inf)
         record.step(Tensor.zero_, minus_d)
     dbias = None if division.bias is None else division.bias.allocate(call.q, given[3])
-    call = as_kernels_read(call)
+    call = call.as_kernels_read()
     # The preprocess and the convert take no lengths of keys.
     seqlens, own_seqlens = call.seqlens(), call._replace(seqused_k=None).seqlens()
     keep = 1.0 - call.dropout_p
@@ -399,12 +396,15 @@ def _launched(
         "seqlens": own_seqlens, "keep_prob": keep,
     }  # fmt: skip
     record.launch(*plan.functions["preprocess"].bind(**numbers, **preprocessed))
+    if may_read(plan.kernel.traits):
+        record.also()
+    grad_bias = None if dbias is None else as_strided(dbias, *division.bias.seen)
     schedule = (division.num_splits, division.split_stride, counter, division.multiprocessors)
     arguments = {
         "mQ": call.q, "mK": call.k, "mV": call.v, "mDO": grad_out, "mDK": dk, "mDV": dv,
         **numbers, "mDQaccum": dq if getattr(plan.kernel.tile, "dq_direct", False) else accumulators,
         "seqlens": seqlens, "softmax_scale": call.softmax_scale, "schedule": schedule,
-        "score_args": _score_args(plan, call, dbias),
+        "score_args": plan.kernel.score_args(call.score_inputs(grad_bias)),
     }  # fmt: skip
     _launch_main(plan, arguments)
     if "convert" in plan.functions:
@@ -433,14 +433,6 @@ def _launch_main(plan: Plan, arguments: dict[str, Any]) -> None:
     in_terms = dict(zip(names, terms, strict=True))
     record.launch(*plan.functions["main"].bind(**{**arguments, **in_terms, "scales": scales}))
     record.launch(*plan.functions["fallback"].bind(**arguments, scales=scales))
-
-
-def _score_args(plan: Plan, call: Call, dbias: Tensor | None) -> tuple:
-    if not are_functions(plan.kernel.traits):
-        record.also()  # users' classes may read their arguments
-    if dbias is not None:
-        dbias = as_strided(dbias, *plan.division.bias.seen)
-    return plan.kernel.score_args(call.score_inputs(dbias))
 
 
 def _results(
@@ -510,10 +502,7 @@ def _sinks_gradient(
 
     exp(sink - LSE) is the sink's probability in a row's softmax. In rows that do not exist, LSE is inf and D is 0.
 
-    Args:
-        sinks: the call's sinks.
-        lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
-        given: the tensor to write the gradient into, or None.
+    lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
     """
     assert sinks is not None
     if given is None:
@@ -606,7 +595,6 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
     """Raise if a count of the backward exceeds 32 bits.
 
     Args:
-        tile: the main kernel's tile.
         rows: queries of a CTA of the preprocess.
         num_splits: number of CTAs among which a sequence's key blocks are split.
         heads_dkv: heads of dK and dV before they are added up.

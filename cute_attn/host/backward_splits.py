@@ -75,7 +75,6 @@ def key_splits(
     Args:
         blocks: key blocks of the longest sequence.
         heads: heads of dK in all sequences.
-        multiprocessors: number of multiprocessors of the GPU.
         steps: mean query blocks that a CTA visits for a key block; a key block without queries still costs a step.
         accumulator_bytes: bytes of one accumulator.
         all_blocks: key blocks of all these heads if sequences differ; 0 for the product of ``blocks`` and ``heads``.
@@ -96,7 +95,6 @@ class Columns:
     """Columns of :class:`cute_attn.work.key_tiles.KeyTileOrder`, whose key blocks add to dQ in order.
 
     Attributes:
-        count: number of columns.
         blocks: key blocks of the longest sequence.
         rows: key blocks of a column.
         sequences: sequences of a column, one after the other.
@@ -128,11 +126,8 @@ def accumulators_in_order(
     accumulators take no more memory than k and v.
 
     Args:
-        columns: the columns of the call.
         accumulator_bytes: bytes of one accumulator.
-        query_bytes: bytes of Q and dO.
-        key_bytes: bytes of K and V.
-        multiprocessors, l2_bytes: multiprocessors and bytes of L2 of the GPU.
+        query_bytes, key_bytes: bytes of Q and dO, and of K and V.
     """
     running = multiprocessors / columns.count  # key blocks of a column that run at a time
     sequences = max(1.0, min(columns.sequences, running / columns.blocks))  # of a column that run at a time
@@ -184,10 +179,6 @@ def head_splits(
     With ``same_bits`` the number of splits depends only on the mask.
 
     Args:
-        call: the call.
-        tile: the main kernel's tile.
-        multiprocessors: number of multiprocessors of the GPU.
-        l2_bytes: bytes of L2 of the GPU.
         deterministic: whether a CTA computes several key blocks, one after the other.
         in_order: whether a sequence's last key blocks are computed first. Under a causal mask the longest work tiles
             then come last: heads are all split, so that these are short, unless the sums cost more (``WAITS``) or

@@ -36,17 +36,12 @@ def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
         dtype: q's dtype.
         seqlen_k: keys of the longest sequence.
     """
-    bias = four_dims(additive(bias, dtype))
+    if bias.dtype == torch.bool and dtype.is_floating_point:
+        bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -torch.inf)
+    bias = four_dims(bias)
     if bias.shape[3] == 1 and seqlen_k != 1:
         bias = bias.expand(-1, -1, -1, seqlen_k)
     return last_contiguous(bias)
-
-
-def additive(bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as a term added to scores: 0 where it is True, -inf elsewhere."""
-    if bias.dtype != torch.bool or not dtype.is_floating_point:
-        return bias
-    return torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -torch.inf)
 
 
 def four_dims(bias: Tensor) -> Tensor:

@@ -59,12 +59,14 @@ def epilogue_of_block_mask(
         return "", ()
     function, partial, unites = functions_of(block_mask, made.kinds, *sizes)
     name, tensors = block_mask_epilogue_of(function, partial, unites, q.device)
-    lists = made.lists_for(sizes, starts)
-    if lists is None:
+    key, versions = (*sizes, *map(id, starts)), _versions(starts)
+    known = made.lists.get(key)
+    if known is None or known.versions != versions:
         with beyond_transforms():
             lists = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes, starts=starts)
-        made.keep(lists, sizes, starts)
-    return name, (*tensors, *lists)
+        known = _Lists(lists, starts, versions)
+        _keep(made.lists, key, known)
+    return name, (*tensors, *known.lists)
 
 
 def check_block_mask(block_mask: Any) -> None:
@@ -101,10 +103,12 @@ def tables_of(
     for x, known_x, version in zip(source, known.source, versions, strict=True):
         if x is not known_x or (x is not None and x._version != version):
             return None
-    kinds, lists = known.kinds, known.lists_for(sizes, starts) if starts else known.lists.get(sizes)
-    if lists is None or (kinds.is_cuda and torch._C._cuda_getCurrentRawStream(kinds.get_device()) != stream):
+    kinds, made = known.kinds, known.lists.get((*sizes, *map(id, starts)))
+    if made is None or (starts and made.versions != _versions(starts)):
         return None
-    return kinds, *lists
+    if kinds.is_cuda and torch._C._cuda_getCurrentRawStream(kinds.get_device()) != stream:
+        return None
+    return kinds, *made.lists
 
 
 def _visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:
@@ -135,8 +139,8 @@ class Blocks(NamedTuple):
     seq_lengths: Sequence[int]
 
 
-class _OfPacked(NamedTuple):
-    """Lists of packed sequences; valid as long as the starts of the sequences do not change."""
+class _Lists(NamedTuple):
+    """Lists of blocks; valid as long as the starts of packed sequences do not change."""
 
     lists: tuple[Tensor, ...]
     starts: tuple[Tensor, ...]
@@ -144,34 +148,23 @@ class _OfPacked(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A BlockMask's table, and its lists by sizes; valid as long as their source is unchanged.
+    """A BlockMask's table, and its lists; valid as long as their source is unchanged.
 
-    of_packed: lists by sizes and the ids of the starts, which they keep alive.
+    lists: by sizes and the ids of the starts, which they keep alive.
     """
 
     source: tuple[Tensor | None, ...]
     state: tuple
     kinds: Tensor
-    lists: dict[tuple[int, ...], tuple[Tensor, ...]]
-    of_packed: dict[tuple[int, ...], _OfPacked]
+    lists: dict[tuple[int, ...], _Lists]
 
-    def lists_for(self, sizes: tuple[int, ...], starts: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """The lists of an earlier call, or None if there are none or ``starts`` have changed."""
-        if not starts:
-            return self.lists.get(sizes)
-        known = self.of_packed.get((*sizes, *map(id, starts)))
-        return known.lists if known is not None and known.versions == _versions(starts) else None
 
-    def keep(self, lists: tuple[Tensor, ...], sizes: tuple[int, ...], starts: tuple[Tensor, ...]) -> None:
-        if any(type(x) is not Tensor for x in (*lists, *starts)) or any(x.is_inference() for x in starts):
-            return  # a tracer's, or of lengths whose changes cannot be seen
-        kept: dict[tuple[int, ...], Any] = self.of_packed if starts else self.lists
-        while len(kept) >= _MOST_LISTS:  # lengths may differ from call to call
-            kept.pop(next(iter(kept)))
-        if starts:
-            kept[(*sizes, *map(id, starts))] = _OfPacked(lists, starts, _versions(starts))
-        else:
-            kept[sizes] = lists
+def _keep(lists: dict[tuple[int, ...], _Lists], key: tuple[int, ...], made: _Lists) -> None:
+    if any(type(x) is not Tensor for x in (*made.lists, *made.starts)) or -1 in made.versions:
+        return  # a tracer's, or of lengths whose changes cannot be seen
+    while len(lists) >= _MOST_LISTS:  # lengths may differ from call to call
+        lists.pop(next(iter(lists)))
+    lists[key] = made
 
 
 def _versions(starts: tuple[Tensor, ...]) -> tuple[int, ...]:
@@ -189,7 +182,7 @@ def _made_of(block_mask: BlockMask) -> _Made:
     source = _source_of(block_mask)
     state = _state_of(block_mask)
     if state is None:
-        return _Made(source, (), kinds_of(block_mask), {}, {})
+        return _Made(source, (), kinds_of(block_mask), {})
     known = _made.get(block_mask)
     if known is not None and known.state == state and all(map(operator.is_, known.source, source)):
         return known
@@ -198,7 +191,7 @@ def _made_of(block_mask: BlockMask) -> _Made:
 
 def remember(block_mask: BlockMask, kinds: Tensor) -> _Made:
     """Keep a mask's table of kinds as long as the mask lives and its lists do not change."""
-    made = _Made(_source_of(block_mask), _state_of(block_mask) or (), kinds, {}, {})
+    made = _Made(_source_of(block_mask), _state_of(block_mask) or (), kinds, {})
     if made.state and type(kinds) is Tensor:  # no tracer's
         _made[block_mask] = made
     return made

@@ -1,10 +1,10 @@
 """One attention call, from any public function: with packed sequences, a cache, an append, or all of these.
 
 The public function fills in every default. The kernels, output layouts and errors depend only on the :class:`Call`,
-which :mod:`cute_attn.host.checks`, :mod:`cute_attn.host.cache_checks` and the plans read.
+which :mod:`cute_attn.host.checks` and the plans read.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,11 +13,20 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import lists_blocks, user_epilogue
-from cute_attn.host.memory import is_first_columns, materialized, row_alignment, rows_are_aligned
+from cute_attn.host.memory import (
+    as_strided,
+    is_first_columns,
+    materialized,
+    regular,
+    regular_strides,
+    row_alignment,
+    rows_are_aligned,
+    rows_are_regular,
+)
 from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
 from cute_attn.tiles import is_latent_dim
-from cute_attn.traits import LARGE_HEAD_DIM, Traits
+from cute_attn.traits import LARGE_HEAD_DIM, Traits, aligned_head_dim
 
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -164,6 +173,8 @@ class Call(NamedTuple):
 
     @property
     def batch(self) -> int:
+        if self.q is None:
+            return self.cache_seqlens.shape[0]
         return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
@@ -215,6 +226,15 @@ class Call(NamedTuple):
         lse = (self.nheads, self.q.shape[0]) if self.varlen else (self.batch, self.nheads, self.q.shape[1])
         return (*self.q.shape[:-1], self.keys[1].shape[-1]), lse
 
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def fake_outputs(self) -> tuple[Tensor, Tensor]:
+        """out and lse without values, for fake tensors."""
+        out, lse = self.output_shapes()
+        return self.q.new_empty(out), self.q.new_empty(lse, dtype=self.lse_dtype)
+
     def softmax_shape(self) -> tuple[int, ...]:
         """Shape of the softmax; (0,) if it is not returned."""
         full = (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
@@ -245,6 +265,14 @@ class Call(NamedTuple):
     @property
     def entries(self) -> int:
         return self.k_cache.shape[0] if self.page_table is None else self.page_table.shape[0]
+
+    @property
+    def tables(self) -> tuple[Tensor | None, Tensor | None] | None:
+        """A ``CacheTables`` as kernels take it, or None."""
+        table, batch_idx = self.page_table, self.cache_batch_idx
+        if table is None and batch_idx is None:
+            return None
+        return None if table is None else regular(table), batch_idx
 
     @property
     def rotary(self) -> Rotary | None:
@@ -323,16 +351,35 @@ class Call(NamedTuple):
         scale = abs(self.softmax_scale) if sign else 1.0
         return self._replace(q=(self.q * sign).contiguous(), softmax_scale=scale)
 
+    def as_kernels_read(self) -> Self:
+        """The call with strides for kernels: regular ones in dimensions of size 1, 0 to broadcast slopes and bias."""
+        shapes = {
+            "alibi_slopes": (self.batch, self.nheads),
+            "bias": (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k),
+        }
+        views: dict[str, Any] = {}
+        for name in ("q", "k", "v", *shapes):
+            x = getattr(self, name)
+            if x is None or (name not in shapes and rows_are_regular(x)):
+                continue
+            shape = shapes.get(name, tuple(x.shape))
+            if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
+                views[name] = as_strided(x, shape, regular_strides(x, shape))
+        return self._replace(**views) if views else self
+
     def traits(self, arch: str, variant: str = "", *, op: str = "forward", **own: Any) -> Traits:
         """Traits of a kernel of ``arch``. own: traits to add, or to set instead of the values derived here."""
+        dtype, dims = DTYPE_NAMES[self.q.dtype], (int(self.q.shape[-1]), int(self.keys[1].shape[-1]))
+        if self.k_cache is None:  # other rows are padded
+            dims = (aligned_head_dim(dtype, dims[0]), aligned_head_dim(dtype, dims[1]))
         fields: dict[str, Any] = {
-            "head_dim_v": int(self.keys[1].shape[-1]), "precision": self.precision, "mask": self.mask,
+            "head_dim_v": dims[1], "precision": self.precision, "mask": self.mask,
             "softcap": self.softcap > 0, "alibi": self.alibi_slopes is not None,
             "bias": "" if self.bias is None else DTYPE_NAMES[self.bias.dtype], "epilogues": self.epilogue_names,
             "sinks": self.sinks_dtype if op != "backward" else "", "dropout": self.dropout, "varlen": self.varlen,
             "seqused_q": self.seqused_q is not None, "seqused_k": self.seqused_k is not None, "variant": variant,
         }  # fmt: skip
-        return Traits(op, arch, DTYPE_NAMES[self.q.dtype], int(self.q.shape[-1]), **(fields | own))
+        return Traits(op, arch, dtype, dims[0], **(fields | own))
 
     @property
     def sinks_dtype(self) -> str:
@@ -363,7 +410,25 @@ def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
     return is_first_columns(v_cache, k_cache)
 
 
-# ---- schemas of torch operators ----
+# ---- torch operators ----
+
+LIBRARY = torch.library.Library("cute_attn", "FRAGMENT")
+
+
+def define(
+    signature: str,
+    cpu: Callable[..., Any],
+    cuda: Callable[..., Any],
+    fake: Callable[..., Any],
+    *tags: torch.Tag,
+) -> None:
+    """Define an operator by its signature, and its implementations for tensors on the CPU, on GPUs and fake ones."""
+    name = signature.partition("(")[0]
+    LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    LIBRARY.impl(name, cpu, "CPU")
+    LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"cute_attn::{name}", fake, lib=LIBRARY)
+
 
 _TYPES: dict[Any, str] = {
     Tensor: "Tensor",

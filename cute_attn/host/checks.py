@@ -1,10 +1,12 @@
 """The checks of a call: one sentence per error.
 
-``check`` holds for every device, ``check_for_kernels`` for the CUDA kernels. Both read metadata only, so one
-result holds for every call of the same metadata; lengths are read, and checked, only on the CPU.
+``check``, and ``check_append`` and ``check_attention`` with a cache, hold for every device; ``check_for_kernels`` and
+``check_append_for_kernels`` for the CUDA kernels. All read metadata only, so one result holds for every call of the
+same metadata; lengths are read, and checked, only on the CPU, or if the caller asks for it.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -18,14 +20,24 @@ from cute_attn.host.call import DTYPE_NAMES, PYTORCHS, Call
 from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
     has_memory,
+    is_aligned,
     is_broadcast,
+    is_first_columns,
     is_readable,
     may_be_aligned,
     overlap,
     overlaps_itself,
 )
 from cute_attn.host.values import check_dense, check_dtype, check_present, shown, wrong_shape
-from cute_attn.traits import DROPOUTS, MASKS, MAX_HEAD_DIM, PRECISIONS, head_dim_multiple, head_dims_text
+from cute_attn.traits import (
+    DROPOUTS,
+    MASKS,
+    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_V,
+    PRECISIONS,
+    head_dim_multiple,
+    head_dims_text,
+)
 
 KERNEL_DTYPES = tuple(DTYPE_NAMES)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -128,8 +140,7 @@ _ONE_IN_FLOAT32 = 1 - 2**-25
 
 
 def _check_numbers(call: Call) -> None:
-    check_scale(call.softmax_scale)
-    check_softcap(call.softcap)
+    _check_factors(call)
     if not 0 <= call.dropout_p < _ONE_IN_FLOAT32:
         raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
     if call.dropout_p and not call.dropout:
@@ -233,8 +244,8 @@ def _check_score_tensors(call: Call) -> None:
     slopes, bias, rng_state = call.alibi_slopes, call.bias, call.rng_state
     if call.sinks is not None:
         check_sinks(call.sinks, nheads, call.q.dtype)
-    if slopes is not None:
-        check_slopes(slopes, batch, nheads)
+    if slopes is not None and tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
+        raise wrong_shape("alibi_slopes", slopes, f"({nheads},) or ({batch}, {nheads})")
     if bias is not None:
         full = (batch, nheads, call.max_seqlen_q, call.max_seqlen_k)
         if (
@@ -262,23 +273,14 @@ _LARGEST_FACTOR = 2.0**60
 _LARGEST_SOFTCAP = 2.0**12
 
 
-def check_scale(softmax_scale: float) -> None:
-    """Raise ValueError unless kernels can compute with the scale in fp32."""
-    if softmax_scale and not 1 / _LARGEST_FACTOR <= abs(softmax_scale) <= _LARGEST_FACTOR:
+def _check_factors(call: Call) -> None:
+    """Raise ValueError unless kernels can compute with the scale and the softcap in fp32."""
+    scale, softcap = call.softmax_scale, call.softcap
+    if scale and not 1 / _LARGEST_FACTOR <= abs(scale) <= _LARGEST_FACTOR:
         accepted = "a finite number, 0 or from 2**-60 to 2**60 in magnitude"
-        raise ValueError(f"softmax_scale is {softmax_scale}; accepted: {accepted}")
-
-
-def check_softcap(softcap: float) -> None:
-    """Raise ValueError unless kernels can compute with the softcap in fp32."""
+        raise ValueError(f"softmax_scale is {scale}; accepted: {accepted}")
     if softcap and not 1 / _LARGEST_FACTOR <= softcap <= _LARGEST_SOFTCAP:
         raise ValueError(f"softcap is {softcap}; accepted: a number from 2**-60 to 2**12, or 0 for none")
-
-
-def check_slopes(slopes: Tensor, batch: int, nheads: int) -> None:
-    """Raise ValueError unless ALiBi slopes are one number per head, or per sequence and head."""
-    if tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
-        raise wrong_shape("alibi_slopes", slopes, f"({nheads},) or ({batch}, {nheads})")
 
 
 def check_sinks(sinks: Tensor, nheads: int, dtype: torch.dtype = torch.float32) -> None:
@@ -293,28 +295,275 @@ def _list(items: Sequence[Any]) -> str:
     return ", ".join(map(str, items))
 
 
+# ---- calls with a cache, on any device ----
+
+
+def check_tensors(call: Call, required: tuple[str, ...]) -> None:
+    """Raise for an argument that is missing, not a dense tensor, or on another device than q or, without q, k_cache."""
+    named = [(name, getattr(call, name)) for name in required]
+    named += [item for item in call.tensors() if item[0] not in required]
+    check_present(named, required, "q" if "q" in required else "k_cache")
+
+
+def check_append(call: Call) -> None:
+    """Raise TypeError or ValueError for the first wrong argument of a call's cache and new rows."""
+    check_tensors(call, ("k_cache", "v_cache"))
+    if call.q is None and (call.cache_seqlens is None or call.cache_seqlens.dim() != 1):
+        shape = None if call.cache_seqlens is None else tuple(call.cache_seqlens.shape)
+        raise ValueError(f"cache_seqlens has shape {shape}; accepted: (batch,)")
+    _check_cache(call)
+    _check_new(call)
+    _check_rotary(call)
+    if on_host(call.k_cache):
+        _check_values(call)
+
+
+def _check_cache(call: Call) -> None:
+    k_cache, v_cache, batch = call.k_cache, call.v_cache, call.batch
+    check_dtype("k_cache", k_cache, *FLOAT_DTYPES)
+    check_dtype("v_cache", v_cache, k_cache.dtype, of="k_cache")
+    if k_cache.dim() != 4 or 0 in k_cache.shape[1:]:
+        rows = "(entries, capacity" if call.page_table is None else "(pages, page_size"
+        shape = tuple(k_cache.shape)
+        raise ValueError(f"k_cache has shape {shape}; accepted: {rows}, nheads_kv, head_dim), none of them 0")
+    if v_cache.dim() != 4 or v_cache.shape[:-1] != k_cache.shape[:-1] or not v_cache.shape[-1]:
+        raise wrong_shape("v_cache", v_cache, f"{tuple(k_cache.shape[:-1])} and a head_dim_v, as k_cache")
+    for name, x, most in (("k_cache", k_cache, MAX_HEAD_DIM), ("v_cache", v_cache, MAX_HEAD_DIM_V)):
+        if x.shape[-1] > most:
+            raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: up to {most}")
+        check_last_stride(name, x)
+    table = call.page_table
+    if table is not None:
+        check_dtype("page_table", table, torch.int32)
+        if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+            raise ValueError(
+                f"page_table has shape {tuple(table.shape)} and strides {tuple(table.stride())}; accepted: (entries, "
+                "pages of an entry) with a last stride of 1"
+            )
+    if call.cache.capacity > MAX_SEQLEN:
+        raise ValueError(f"k_cache has capacity {call.cache.capacity}; accepted: up to {MAX_SEQLEN}")
+    if call.cache_batch_idx is not None:
+        check_int32("cache_batch_idx", call.cache_batch_idx, batch)
+    elif call.entries != batch:
+        name = "k_cache" if table is None else "page_table"
+        raise ValueError(
+            f"{name} has {call.entries} entries; accepted: {batch}, the batch, or cache_batch_idx beside it"
+        )
+    if call.cache_seqlens is not None:
+        check_int32("cache_seqlens", call.cache_seqlens, batch)
+
+
+def _check_new(call: Call) -> None:
+    k, v, cu_seqlens, batch = call.k, call.v, call.cu_seqlens_k_new, call.batch
+    if (k is None) != (v is None):
+        raise ValueError(f"{'k' if k is None else 'v'} is None; accepted: both k and v, or neither")
+    if k is None or v is None:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens_k_new is given without k and v; accepted: with them")
+        return
+    if call.cache_seqlens is None:
+        raise ValueError("cache_seqlens is None; accepted with k and v: rows in use before them, int32")
+    if cu_seqlens is not None:
+        check_starts("cu_seqlens_k_new", cu_seqlens)
+    for name, x, cache in (("k", k, call.k_cache), ("v", v, call.v_cache)):
+        heads = tuple(cache.shape[2:])
+        check_dtype(name, x, cache.dtype, of=f"{name}_cache")
+        expected = f"({batch}, rows, {heads[0]}, {heads[1]})"
+        fits = x.dim() == 4 and x.shape[0] == batch
+        if cu_seqlens is not None:
+            expected, fits = f"(total, {heads[0]}, {heads[1]})", x.dim() == 3
+        if not fits or tuple(x.shape[-2:]) != heads:
+            raise wrong_shape(name, x, expected)
+    if k.shape[:-1] != v.shape[:-1]:
+        raise wrong_shape("v", v, f"k's rows, {tuple(k.shape[:-1])}")
+    if cu_seqlens is not None:
+        check_cumulative("cu_seqlens_k_new", cu_seqlens, batch, k.shape[0], k.shape[0])
+    check_apart("k_cache", call.k_cache, ())
+    check_apart("v_cache", call.v_cache, ())
+    if all(map(has_memory, (call.k_cache, call.v_cache, k, v))):
+        _check_appended(call)
+
+
+def _check_appended(call: Call) -> None:
+    """Raise ValueError for new rows in a cache's memory: threads would read what others have written there.
+
+    The same holds for values that would overwrite keys, unless they are equal to the new keys there.
+    """
+    k_cache, v_cache, k, v = call.k_cache, call.v_cache, call.k, call.v
+    assert k is not None and v is not None
+    check_apart("k_cache", k_cache, (("k", k), ("v", v)))
+    check_apart("v_cache", v_cache, (("k", k), ("v", v)))
+    if not overlap(k_cache, v_cache):
+        return
+    latent = is_first_columns(v_cache, k_cache) and is_first_columns(v, k)
+    if not latent or call.rotary_cos is not None:
+        raise ValueError(
+            "v_cache shares memory with k_cache; accepted: memory of its own, or without rotary embedding the views "
+            "k_cache[..., :head_dim_v] and, as v, k[..., :head_dim_v]"
+        )
+
+
+def _check_rotary(call: Call) -> None:
+    cos, sin, seqlens = call.rotary_cos, call.rotary_sin, call.rotary_seqlens
+    if (cos is None) != (sin is None):
+        missing = "rotary_cos" if cos is None else "rotary_sin"
+        raise ValueError(f"{missing} is None; accepted: both rotary_cos and rotary_sin, or neither")
+    if cos is None or sin is None:
+        if seqlens is not None:
+            raise ValueError("rotary_seqlens is given without rotary_cos and rotary_sin; accepted: with them")
+        return
+    head_dim = call.k_cache.shape[3]
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_dtype(name, x, call.k_cache.dtype, of="k_cache")
+        if x.dim() != 2 or 0 in x.shape or 2 * x.shape[1] > head_dim or (x.shape[1] > 1 and x.stride(1) != 1):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {tuple(x.stride())}; accepted: (positions, pairs) "
+                f"with up to {head_dim // 2} pairs and a last stride of 1"
+            )
+    if sin.shape != cos.shape:
+        raise wrong_shape("rotary_sin", sin, f"{tuple(cos.shape)}, rotary_cos's")
+    if seqlens is not None:
+        check_int32("rotary_seqlens", seqlens, call.batch)
+        return
+    if call.cache_seqlens is None:
+        raise ValueError("cache_seqlens is None; accepted with rotary_cos: it or rotary_seqlens, int32")
+    if cos.shape[0] < call.cache.capacity:
+        raise ValueError(
+            f"rotary_cos has {cos.shape[0]} positions; accepted: {call.cache.capacity} or more, the cache's "
+            "capacity, or rotary_seqlens beside it"
+        )
+
+
+def check_attention(call: Call) -> None:
+    """Raise TypeError or ValueError for the first wrong argument of ``attention_with_kvcache``, on any device."""
+    q, k_cache, cu_seqlens = call.q, call.k_cache, call.cu_seqlens_q
+    check_tensors(call, ("q", "k_cache", "v_cache"))
+    if cu_seqlens is not None:
+        check_starts("cu_seqlens_q", cu_seqlens)
+    if q.dim() != (4 if cu_seqlens is None else 3):
+        dims = "(batch, seqlen_q, nheads, head_dim)" if cu_seqlens is None else "(total, nheads, head_dim)"
+        raise wrong_shape("q", q, dims)
+    if cu_seqlens is not None:
+        if not 0 <= call.max_seqlen_q <= MAX_SEQLEN:
+            raise ValueError(f"max_seqlen_q is {call.max_seqlen_q}; accepted: 0 to {MAX_SEQLEN}")
+        check_cumulative("cu_seqlens_q", cu_seqlens, call.batch, q.shape[0], call.max_seqlen_q)
+    if call.cache_leftpad is not None:
+        check_int32("cache_leftpad", call.cache_leftpad, call.batch)
+    check_append(call)
+    check_dtype("q", q, k_cache.dtype, of="k_cache")
+    if q.shape[-1] != k_cache.shape[-1]:
+        raise ValueError(f"q has head_dim {q.shape[-1]}; accepted: {k_cache.shape[-1]}, k_cache's")
+    nheads = q.shape[-2]
+    if nheads % k_cache.shape[2]:
+        raise ValueError(f"q has {nheads} heads; accepted: a multiple of k_cache's {k_cache.shape[2]}")
+    if call.longest[0] > MAX_SEQLEN:
+        raise ValueError(f"q has seqlen {call.longest[0]}; accepted: up to {MAX_SEQLEN}")
+    _check_factors(call)
+    _check_score_tensors(call)
+    slopes = call.alibi_slopes
+    if slopes is not None:
+        if (slopes.dtype, q.dtype) != (torch.float64, torch.float64):
+            check_dtype("alibi_slopes", slopes, torch.float32)
+        check_last_stride("alibi_slopes", slopes)
+    if call.tree_mask is not None:
+        _check_tree(call, call.tree_mask)
+    check_epilogues(call, call.cache.capacity)
+    check_same_bits(call)
+    if call.cache_leftpad is not None:
+        for name in call.epilogue_names:  # a class would take the cache's rows for keys
+            if not are_functions((name,)):
+                raise ValueError(
+                    f"epilogue {name!r}, a class, is given with cache_leftpad; accepted with it: functions"
+                )
+
+
+def _check_tree(call: Call, tree: Tensor) -> None:
+    check_dtype("tree_mask", tree, torch.int32)
+    rows, words = math.prod(call.q.shape[:-2]), -(-call.max_seqlen_q // 32)
+    if tree.dim() != 2 or tree.shape[0] != rows or tree.shape[1] < words or tree.stride(1) != 1:
+        raise ValueError(
+            f"tree_mask has shape {tuple(tree.shape)} and strides {tuple(tree.stride())}; accepted: ({rows}, {words}) "
+            f"or more words, with a last stride of 1, for {rows} queries of which a sequence has up to "
+            f"{call.max_seqlen_q}"
+        )
+    if call.mask.startswith("window") or call.alibi_slopes is not None:
+        name = "alibi_slopes" if call.alibi_slopes is not None else "a window"
+        raise ValueError(
+            f"tree_mask is given with {name}; accepted: without, as a query's position is not its row in a tree"
+        )
+
+
+def check_lengths(call: Call) -> None:
+    """Raise ValueError if a length, an entry or an appended row is out of bounds. Waits for the device."""
+    if call.cu_seqlens_q is not None:
+        rows = call.q.shape[0]
+        check_cumulative("cu_seqlens_q", call.cu_seqlens_q.cpu(), call.batch, rows, call.max_seqlen_q)
+    if call.cu_seqlens_k_new is not None and call.cache_seqlens is not None:
+        rows = call.k.shape[0]
+        check_cumulative("cu_seqlens_k_new", call.cu_seqlens_k_new.cpu(), call.batch, rows, rows)
+    _check_values(call)
+    after = call.lengths_after()
+    if call.cache_seqlens is None or after is None:
+        return
+    capacity = call.cache.capacity
+    for b, (before, end) in enumerate(zip(call.cache_seqlens.tolist(), after.tolist(), strict=True)):
+        if end > capacity:
+            raise ValueError(
+                f"cache_seqlens[{b}] is {before} and {end - before} rows are appended; accepted: up to the capacity, "
+                f"{capacity}, together"
+            )
+
+
+def _check_values(call: Call) -> None:
+    """Raise ValueError if a length, a sequence's entry or a page of its rows is out of bounds.
+
+    Appended rows may exceed the capacity; rows beyond it are not written. Waits for the device.
+    """
+    bounds = (
+        ("cache_seqlens", call.cache_seqlens, call.cache.capacity),
+        ("cache_leftpad", call.cache_leftpad, call.cache.capacity),
+        ("cache_batch_idx", call.cache_batch_idx, call.entries - 1),
+    )
+    for name, values, most in bounds:
+        if values is not None:
+            check_range(name, values, most, wait=True)
+    if call.page_table is None:
+        return
+    pages, size = call.k_cache.shape[:2]
+    after = call.lengths_after()
+    ends = itertools.repeat(call.cache.capacity) if after is None else after.tolist()
+    leftpad = call.cache_leftpad
+    if leftpad is not None and call.k is not None and call.cache_seqlens is not None:
+        leftpad = torch.minimum(leftpad, call.cache_seqlens)  # new rows may start in the padding
+    starts = itertools.repeat(0) if leftpad is None else leftpad.tolist()
+    entries = range(call.entries) if call.cache_batch_idx is None else call.cache_batch_idx.tolist()
+    table = call.page_table.tolist()
+    for entry, start, end in zip(entries, starts, ends, strict=False):
+        for i in range(start // size, min(-(-end // size), len(table[entry]))):
+            if not 0 <= table[entry][i] < pages:
+                raise ValueError(f"page_table[{entry}, {i}] is {table[entry][i]}; accepted: 0 to {pages - 1}")
+
+
 # ---- checks of the kernels' requirements ----
 
 
-def check_for_kernels(call: Call, *, unaligned: bool = False) -> None:
-    """Raise for unsupported dtypes, head dims, strides and sizes. Assumes :func:`check`.
+def check_for_kernels(call: Call, *, whole: bool = False) -> None:
+    """Raise for unsupported dtypes, head dims and sizes. Assumes :func:`check`.
 
-    unaligned: accept rows of any head dim and strides, which are padded later.
+    whole: refuse head dims whose rows are no multiples of 16 bytes, which are padded otherwise.
     """
     if call.q.dtype not in KERNEL_DTYPES:
         raise TypeError(
             f"q has dtype {call.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
             f"(on the CPU: {_list(FLOAT_DTYPES)})"
         )
-    multiple = 1 if unaligned else head_dim_multiple(DTYPE_NAMES[call.q.dtype])
+    multiple = head_dim_multiple(DTYPE_NAMES[call.q.dtype]) if whole else 1
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
         dim = tensor.shape[-1]
         if dim % multiple or dim > MAX_HEAD_DIM:
             which = "head_dim_v" if name == "v" else "head_dim"
             accepted = head_dims_text(multiple, MAX_HEAD_DIM)
             raise ValueError(f"{name} has {which} {dim}; accepted: {accepted}")
-        if not unaligned:
-            check_strides(name, tensor)
     _check_sizes(call)
     if call.alibi_slopes is not None:
         check_dtype("alibi_slopes", call.alibi_slopes, torch.float32)
@@ -361,9 +610,7 @@ def check_query_blocks(call: Call, kernel: Any) -> int:
 def check_steps(call: Call, query_blocks: int, tile: Any, multiprocessors: int) -> None:
     """Raise if a CTA of a persistent kernel would count its steps beyond 32 bits.
 
-    Args:
-        query_blocks: number of query blocks of all heads and sequences.
-        tile: the kernel's tile.
+    query_blocks: number of query blocks of all heads and sequences.
     """
     seen = call.longest[1]
     if call.mask.startswith("window"):
@@ -380,28 +627,16 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1")
 
 
-def check_strides(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for rows that are not contiguous, or whose strides are not multiples of 16 bytes."""
-    check_last_stride(name, tensor)
-    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-        if size > 1 and stride % (ALIGNMENT_BYTES // tensor.element_size()):
-            raise ValueError(
-                f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1 and multiples of "
-                f"{ALIGNMENT_BYTES // tensor.element_size()} elements ({ALIGNMENT_BYTES} bytes) before it"
-            )
-
-
 def check_gradients(
     call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
     """Raise if a backward's inputs do not fit the call. Assumes :func:`check`."""
     out_shape, lse_shape = call.output_shapes()
-    lse_dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     for name, tensor, shape, dtype in (
         ("grad_out", grad_out, out_shape, call.q.dtype),
-        ("grad_lse", grad_lse, lse_shape, lse_dtype),
+        ("grad_lse", grad_lse, lse_shape, call.lse_dtype),
         ("out", out, out_shape, call.q.dtype),
-        ("lse", lse, lse_shape, lse_dtype),
+        ("lse", lse, lse_shape, call.lse_dtype),
     ):
         if tensor is None and name.startswith("grad"):
             continue
@@ -426,12 +661,9 @@ def check_out(call: Call, out: Tensor, *, rows: bool = False) -> None:
 def check_written(
     name: str, written: Any, others: Iterable[tuple[str, Tensor | None]], *, rows: bool = False, **wanted: Any
 ) -> None:
-    """Raise if a result cannot be written to ``written``, a caller's tensor.
+    """Raise if a result cannot be written to ``written``, a caller's tensor of the ``wanted`` device, dtype and shape.
 
-    Args:
-        others: the call's other tensors, by name.
-        rows: whether kernels write the tensor in place.
-        wanted: the device, dtype and shape that the tensor must have.
+    others: the call's other tensors, by name. rows: whether kernels write the tensor in place.
     """
     check_like(name, written, **wanted)
     present = [(other, x) for other, x in others if x is not None]
@@ -494,3 +726,29 @@ def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]
     for other, x in others:
         if addressed and has_memory(x) and overlap(written, x):
             raise ValueError(f"{name} shares memory with {other}; accepted: memory of its own")
+
+
+def check_append_for_kernels(call: Call) -> None:
+    """Raise for a call that the append kernel does not support. Assumes :func:`check_append`."""
+    for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
+        check_dtype(name, x, *DTYPE_NAMES, on=" on CUDA")
+    check_cache_addresses(call)
+    if call.k is not None:
+        check_count("k has elements in rows of one head", call.k.numel() // call.k.shape[-1])
+
+
+def check_cache_addresses(call: Call) -> None:
+    """Raise for errors in addresses: a cache less aligned than its rows, or caches that are written and overlap."""
+    k_cache, v_cache = call.k_cache, call.v_cache
+    if call.k is not None:
+        _check_appended(call)
+    if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
+        return
+    alignment = call.alignment
+    multiple = alignment * k_cache.element_size() or ALIGNMENT_BYTES
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not is_aligned(x, alignment):
+            raise ValueError(
+                f"{name} starts {x.data_ptr() % multiple} bytes past a multiple of {multiple}; accepted: aligned as "
+                "its rows are"
+            )

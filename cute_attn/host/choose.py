@@ -1,6 +1,5 @@
 """The choice of the kernel and the tile for a call."""
 
-import dataclasses
 import logging
 import warnings
 import weakref
@@ -13,7 +12,7 @@ from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned
 from cute_attn.tiles import MEASURED
-from cute_attn.traits import Traits, aligned_head_dim, did_you_mean
+from cute_attn.traits import Traits, did_you_mean
 
 _log = logging.getLogger("cute_attn")
 
@@ -132,8 +131,8 @@ def check_tile(call: Call, op: str, text: str) -> None:
         arch, _, variant = name.partition(":")
         target = MEASURED
         try:
-            traits = call.traits(arch, variant if (op, arch, variant) in registry.KERNELS else "", op=op)
-            traits = _aligned(traits)
+            variant = variant if (op, arch, variant) in registry.KERNELS else ""
+            traits = call.traits(arch, variant, op=op)
             registry.lookup(traits, None, target)
         except (KeyError, ValueError):
             continue
@@ -144,12 +143,6 @@ def check_tile(call: Call, op: str, text: str) -> None:
             reasons.append(reason)
     if reasons:
         raise next((reason for reason in reasons if isinstance(reason, registry.Unsupported)), reasons[-1])
-
-
-def _aligned(traits: Traits) -> Traits:
-    """The traits with the head dims to which rows are padded."""
-    d, dv = (aligned_head_dim(traits.dtype, dim) for dim in (traits.head_dim, traits.head_dim_v))
-    return dataclasses.replace(traits, head_dim=d, head_dim_v=dv)
 
 
 def _tma_bias_reason(call: Call, kernel: Any) -> str | None:

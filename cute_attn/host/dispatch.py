@@ -22,6 +22,11 @@ NO_GRADIENT = (
 NO_TANGENT = "alibi_slopes has a tangent, which the operator does not follow; accepted: tensors without one"
 
 
+def not_in_jvp(what: str, accepted: str) -> NotImplementedError:
+    """The error for a call that has no forward-mode derivative."""
+    return NotImplementedError(f"{what} in a forward-mode derivative of attention; accepted{accepted}")
+
+
 def transforms_are_active() -> bool:
     """True within a torch.func transform, except one that a compiler applies."""
     if torch.compiler.is_compiling():

@@ -21,12 +21,7 @@ tensor would wait for each other."""
 
 @dataclass(frozen=True)
 class _Given:
-    """One epilogue of a call, and the location of its tensors in ``epilogue_tensors``.
-
-    Attributes:
-        name, letters: see :func:`cute_attn.host.call.pack_epilogues`.
-        first: the index of the epilogue's first tensor.
-    """
+    """One epilogue of a call, as :func:`cute_attn.host.call.pack_epilogues` says, and the index of its first tensor."""
 
     name: str
     letters: str

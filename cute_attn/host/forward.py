@@ -6,30 +6,27 @@ Repeated calls run from records of the allocations and launches (:mod:`cute_attn
 
 import math
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_attn import compiler, reference
-from cute_attn.epilogues.names import user_epilogue
-from cute_attn.host import divided, padding, plans, record, split_fp32
+from cute_attn.epilogues.names import are_functions
+from cute_attn.host import padding, plans, record, split_fp32, split_kv
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.memory import (
-    as_strided,
     clear_owned,
     is_aligned,
     none_overrides,
     on_device,
-    regular_strides,
-    rows_are_regular,
     write_owned,
 )
 from cute_attn.host.padding import Copies
 from cute_attn.host.plans import Plan
+from cute_attn.traits import Traits
 
 Outputs = tuple[Tensor, Tensor, Tensor | None]
 
@@ -40,7 +37,6 @@ def forward(
     """out, lse, and the softmax or None, on the current stream of q's device.
 
     Args:
-        call: the call, without lazy tensors.
         out: the tensor to write, with strides that kernels write, or None to allocate it.
         keeps_rows: whether rows of ``out`` that no sequence owns keep their contents, with packed queries.
         lse: the tensor to write, or None. It may have more rows than queries; extra rows keep their contents.
@@ -78,10 +74,10 @@ def plan_forward(call: Call) -> Plan:
 
     The plan's function is ``main``. If kernels cannot read q, k or v in place, its functions are ``pad`` and ``unpad``
     instead. With terms (:mod:`cute_attn.host.split_fp32`) they are ``main`` and ``fallback``, launched after those of
-    its ``division``. If keys are split among CTAs, :mod:`cute_attn.host.divided` makes the plan.
+    its ``division``. If keys are split among CTAs, :mod:`cute_attn.host.split_kv` makes the plan.
     """
     check(call)
-    check_for_kernels(call, unaligned=True)
+    check_for_kernels(call)
     out_shape, _ = call.output_shapes()
     if 0 in (call.batch, *call.longest, math.prod(out_shape), math.prod(call.k.shape)):
         return Plan()
@@ -92,15 +88,15 @@ def plan_forward(call: Call) -> Plan:
             return Plan(functions=padding.kernels_for("forward", call))
         call = call.with_positive_scale()
         if call.same_bits:
-            return divided.plan_for_attention(call)
+            return split_kv.make_plan(split_kv.as_cache(call))
         target = compiler.default_target("sm80")
         kernel = choose_kernel(call, target)
         blocks = check_query_blocks(call, kernel)
         if kernel.traits.arch == "sm90":
             processors = multiprocessors(call.q.get_device())
             check_steps(call, blocks, kernel.tile, processors)
-            if divided.is_wanted(call, kernel, target, processors):
-                return divided.plan_for_attention(call)
+            if split_kv.is_wanted(call, kernel, target, processors):
+                return split_kv.make_plan(split_kv.as_cache(call))
         terms = split_fp32.plan_forward(call, kernel, target)
         return terms or Plan(kernel, {"main": compiler.build(kernel, target)})
 
@@ -135,9 +131,9 @@ def _launched(
         return out, lse, q.new_zeros(call.softmax_shape()) if call.return_softmax else None
     if plan.kernel.traits.op == "kvcache":
         return _divided(plan, call, out, lse, keeps_rows=keeps_rows)
-    call = as_kernels_read(call)
-    if not are_functions(plan.kernel.traits):
-        record.also()  # users' classes may read their arguments
+    call = call.as_kernels_read()
+    if may_read(plan.kernel.traits):
+        record.also()
     arguments = {
         "mQ": call.q, "mK": call.k, "mV": call.v, "mO": out, "mLSE": lse, "seqlens": call.seqlens(),
         "softmax_scale": call.softmax_scale, "schedule": record.work_tiles(q.get_device()),
@@ -180,7 +176,8 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
 def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bool) -> Outputs:
     """Compute a call with split keys. keeps_rows: keep rows of ``out`` without a sequence; combine would write them."""
     written = record.contiguous(out, tuple(out.shape)) if keeps_rows else out
-    divided.launch(plan, as_kernels_read(call), written, lse)
+    call = split_kv.as_cache(call.as_kernels_read())
+    split_kv.launch(plan, call, call.q, written, lse)
     if keeps_rows:
         record.step(write_owned, out, written, call.cu_seqlens_q)
     return out, lse, None
@@ -202,25 +199,6 @@ def _fill_with_sinks(lse: Tensor, call: Call) -> None:
     lse.copy_(torch.where(exists, sinks[:, None].to(lse.dtype), -math.inf))
 
 
-def are_functions(traits: Any) -> bool:
-    """True if no user class is involved: kernel and epilogues are the package's, or epilogues are traced functions."""
-    if traits.variant or not traits.epilogues:
-        return not traits.variant
-    return not any(isinstance(user_epilogue(name), type) for name in traits.epilogues)
-
-
-def as_kernels_read(call: Call) -> Call:
-    """The call with strides that kernels need: regular ones in dimensions of size 1, 0 to broadcast slopes and bias."""
-    shapes = {
-        "alibi_slopes": (call.batch, call.nheads),
-        "bias": (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k),
-    }
-    views: dict[str, Any] = {}
-    for name in ("q", "k", "v", *shapes):
-        x = getattr(call, name)
-        if x is None or (name not in shapes and rows_are_regular(x)):
-            continue
-        shape = shapes.get(name, tuple(x.shape))
-        if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
-            views[name] = as_strided(x, shape, regular_strides(x, shape))
-    return call._replace(**views) if views else call
+def may_read(traits: Traits) -> bool:
+    """True if the kernel or an epilogue is a user's class, which may read its arguments on the host."""
+    return bool(traits.variant) or not are_functions(traits.epilogues)

@@ -16,12 +16,11 @@ from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.dispatch import DIFFERENTIABLE
-from cute_attn.host.forward import as_kernels_read, forward
+from cute_attn.host.dispatch import DIFFERENTIABLE, not_in_jvp
+from cute_attn.host.forward import forward
 from cute_attn.host.memory import clear_owned, on_device
 from cute_attn.host.plans import Plan
-from cute_attn.kernels.limits import HALF, MAX_DUAL_COLUMNS
-from cute_attn.traits import ROW_BYTES
+from cute_attn.traits import MAX_DUAL_COLUMNS, ROW_BYTES
 
 _ROWS = DIFFERENTIABLE[:3]
 
@@ -91,19 +90,13 @@ def _check_tangents(call: Call, tangents: Tangents) -> None:
 
 
 def _plan(call: Call) -> Plan:
-    check_for_kernels(call, unaligned=True)
+    check_for_kernels(call)
     if call.kernel or call.tile:
-        raise NotImplementedError(
-            "kernel or tile is given in a forward-mode derivative of attention; accepted: None"
-        )
+        raise not_in_jvp("kernel or tile is given", ": None")
     if call.same_bits:
-        raise NotImplementedError(
-            "same_bits is True in a forward-mode derivative of attention; accepted: False"
-        )
+        raise not_in_jvp("same_bits is True", ": False")
     if call.q.dtype == torch.float32:
-        raise NotImplementedError(
-            f"q is fp32 in a forward-mode derivative of attention; accepted on CUDA: {', '.join(HALF)}"
-        )
+        raise not_in_jvp("q is fp32", " on CUDA: fp16, bf16")
     target, columns = compiler.default_target("sm80"), Columns.of(call)
     q, v = (x[..., :1].expand(*x.shape[:-1], n) for x, n in ((call.q, columns.qk), (call.v, columns.v)))
     kernel = choose_kernel(call._replace(q=q, v=v), target, op="jvp")
@@ -117,21 +110,21 @@ def _launch(
     plan: Plan, call: Call, tangents: Tangents, outs: Sequence[Tensor], lses: Sequence[Tensor]
 ) -> None:
     columns, sign = Columns.of(call), call.scale_sign
-    call = as_kernels_read(call)
+    call = call.with_positive_scale().as_kernels_read()
     given = [(getattr(call, name), dot) for name, dot in zip(_ROWS, tangents, strict=False)]
     widths = (columns.qk, columns.qk, columns.v * columns.launches)
     (q, q_dot), (k, k_dot), (v, v_dot) = (
         (_rows(x, n), x.new_zeros(n).expand(*x.shape[:-1], n) if dot is None else _rows(dot, n))
         for (x, dot), n in zip(given, widths, strict=True)
     )
-    if sign != 1:  # online softmax takes maxima of q k^T: the factor must be above 0
-        q, q_dot = q * sign, q_dot * sign
+    if sign != 1:
+        q_dot = q_dot * sign
     for i in range(columns.launches):
         own = slice(i * columns.v, (i + 1) * columns.v)
         arguments: dict[str, Any] = {
             "mQ": q, "mK": k, "mV": v[..., own], "mQdot": q_dot, "mKdot": k_dot, "mVdot": v_dot[..., own],
             "mO": outs[0][..., own], "mLSE": lses[0], "mOdot": outs[1][..., own], "mLSEdot": lses[1],
-            "seqlens": call.seqlens(), "softmax_scale": abs(call.softmax_scale) if sign else 1.0,
+            "seqlens": call.seqlens(), "softmax_scale": call.softmax_scale,
             "schedule": record.work_tiles(q.get_device()),
             "score_args": plan.kernel.score_args(call.score_inputs()),
         }  # fmt: skip

@@ -136,7 +136,7 @@ Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
     """The key blocks of each query block, then the query blocks of each key block: each list in order."""
     if not kinds.is_cuda:
-        return tuple((*_listed(x == PARTIAL), *_listed(x == FULL)) for x in (kinds, kinds.mT))  # type: ignore[return-value]
+        return tuple((*listed_first(x == PARTIAL), *listed_first(x == FULL)) for x in (kinds, kinds.mT))  # type: ignore[return-value]
     batch, nheads, rows, columns = kinds.shape
     with memory.on_device(kinds.get_device()):
         of_queries, of_keys = (
@@ -153,7 +153,7 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
     return of_queries, of_keys  # type: ignore[return-value]
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def listed_first(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Number of chosen elements along the last dimension, and all indices, those of chosen elements first."""
     places = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices
     return chosen.sum(-1).int(), places.int().contiguous()

@@ -16,10 +16,11 @@ Tensors = tuple[Any, ...]
 # ---- outputs and views ----
 
 # Functions of torch.compile's generated code: a third of the time of the public functions, which go through the
-# dispatcher and are used where torch lacks these. TensorGuards compares all metadata of several tensors at once.
-_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_reinterpret_tensor = getattr(_guards, "_reinterpret_tensor", None)
-tensor_guards = getattr(_guards, "TensorGuards", None)
+# dispatcher. as_strided makes a view from an element on; TensorGuards compares all metadata of several tensors at once.
+_guards: Any = torch._C._dynamo.guards
+as_strided: Callable[..., Tensor] = _guards._reinterpret_tensor
+empty_strided_cuda: Callable[..., Tensor] = _guards._empty_strided_cuda
+tensor_guards: Any = _guards.TensorGuards
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
@@ -29,14 +30,6 @@ _HERE = contextlib.nullcontext()
 def on_device(device: int) -> contextlib.AbstractContextManager:
     """A context in which launches go to ``device``, an index as from ``Tensor.get_device()``."""
     return _HERE if device < 0 or device == current_device() else torch.cuda.device(device)
-
-
-def _as_strided(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], first: int = 0) -> Tensor:
-    """A view of ``tensor`` from its element ``first`` on."""
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + first)
-
-
-as_strided: Callable[..., Tensor] = _reinterpret_tensor or _as_strided
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

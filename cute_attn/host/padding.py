@@ -53,12 +53,7 @@ def is_writable(given: Tensor | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Launches of :class:`cute_attn.kernels.pad_rows.PadRows` for one of its ops.
-
-    Attributes:
-        kernel: the compiled kernel.
-        layouts: shapes and strides of the padded tensors.
-    """
+    """Launches of a compiled :class:`cute_attn.kernels.pad_rows.PadRows`. layouts: those of the padded tensors."""
 
     kernel: Any
     layouts: tuple[Layout, ...]

@@ -53,11 +53,6 @@ def no_dispatch_mode() -> bool:
     )
 
 
-def transforms_are_on() -> bool:
-    """True inside a torch.func transform, including one that a compiler applies."""
-    return _function_transforms() is not None
-
-
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _function_transforms, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _profiler_enabled = torch.autograd._profiler_enabled
@@ -149,7 +144,6 @@ class _Guarded:
     """A record, and the guards that recognize its calls.
 
     Attributes:
-        record: the record of an earlier call.
         check: torch's guards of the tensors that ``pick`` selects.
         pick: selects the tensors that were present, each once.
         same: index pairs of tensors that are the same object, which guards cannot detect.
@@ -261,10 +255,7 @@ def may_repeat(options: tuple, q: Any) -> bool:
 
     False in fp32, which depends on autocast and PyTorch's precision, and if an option is a tensor or a non-Python
     number, whose value each call reads. Also False in compiled code and under a watcher, which must see each call.
-
-    Args:
-        options: the arguments except tensors, some of them in tuples.
-        q: the first tensor as given.
+    options: the arguments except tensors, some of them in tuples.
     """
     if torch.compiler.is_compiling() or doors.watcher is not None:
         return False
@@ -290,9 +281,7 @@ def recorded(
 ) -> Any:
     """The results of a call that :func:`find` does not know. The second such call is recorded for later ones.
 
-    Args:
-        key, tensors, functions, tables: see :func:`find`.
-        call: makes the call and returns its results.
+    Arguments: see :func:`find`; ``call`` makes the call.
     """
     on_gpu = len(tensors) > 0 and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
     if not on_gpu or not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:

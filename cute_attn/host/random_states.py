@@ -7,7 +7,6 @@ dropouts do: equal generator states give equal masks, and different ones differe
 
 import os
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,30 +24,6 @@ _UNIT = 4
 """Offsets, like torch's, and seeds are multiples of this, which makes the mem-efficient mask cheaper."""
 _END = 2**63 // _UNIT
 _SALT = 0x5851F42D4C957F2D  # so that states differ from torch.randint's numbers of the same seed
-
-
-@dataclass(slots=True)
-class States:
-    """States for consecutive offsets of a generator's seed, drawn on one stream.
-
-    Attributes:
-        generator: torch's generator of the device.
-        which: seed and group of ``DRAWN`` offsets for which ``drawn`` was drawn.
-        drawn: int64 (DRAWN, 2).
-    """
-
-    generator: torch.Generator
-    which: tuple[int, int] | None = None
-    drawn: Tensor | None = None
-
-    def take(self) -> Tensor:
-        """Return the state for the generator's seed and offset, and advance the offset."""
-        with lock:
-            seed, offset = advance(self.generator, STEP)
-            group, index = divmod(offset // STEP, DRAWN)
-            if self.which != (seed, group) or self.drawn is None:
-                self.drawn, self.which = _draw_group(self.generator.device, seed, group), (seed, group)
-            return as_strided(self.drawn, (2,), (1,), 2 * index)
 
 
 lock: threading.Lock
@@ -82,29 +57,30 @@ def _draw_group(device: torch.device, seed: int, group: int) -> Tensor:
     return _UNIT * torch.randint(0, _END, (DRAWN, 2), dtype=torch.int64, device=device, generator=generator)
 
 
-_states: dict[
-    tuple[int, int], States
-] = {}  # by device and stream: another stream would have to wait for the draw
-
+_states: dict[tuple[int, int], tuple[tuple[int, int], Tensor]] = {}
+"""By device and stream, since another stream would have to wait for the draw: a seed and a group of ``DRAWN`` offsets,
+and what was drawn for them, int64 (DRAWN, 2)."""
 
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
-def draw(device: torch.device, traced: bool | None = None) -> Tensor:
+def draw(device: torch.device) -> Tensor:
     """A seed and an offset, int64 (2,), from torch's generator of ``device``, in memory that must not be written.
 
     Under compilers, tracers and CUDA graph capture each call draws two numbers itself, so that a replay draws again.
-    traced: whether a compiler or tracer is active, if known.
     """
-    if device.type != "cuda" or (_is_traced() if traced is None else traced) or _is_capturing():
+    if device.type != "cuda" or _is_traced() or _is_capturing():
         return _draw_one(device)
     index = torch.cuda.current_device() if device.index is None else device.index
-    key = (index, _current_stream(index))
-    states = _states.get(key)
-    if states is None:
-        states = _states[key] = States(torch.cuda.default_generators[index])
-    return states.take()
+    key, generator = (index, _current_stream(index)), torch.cuda.default_generators[index]
+    with lock:
+        seed, offset = advance(generator, STEP)
+        group, place = divmod(offset // STEP, DRAWN)
+        known = _states.get(key)
+        if known is None or known[0] != (seed, group):
+            known = _states[key] = (seed, group), _draw_group(generator.device, seed, group)
+        return as_strided(known[1], (2,), (1,), 2 * place)
 
 
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
@@ -120,9 +96,5 @@ def _is_traced() -> bool:
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(_is_on, _TRACERS)))
+        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)))
     )
-
-
-def _is_on(mode: "torch._C._TorchDispatchModeKey") -> bool:
-    return torch._C._get_dispatch_mode(mode) is not None

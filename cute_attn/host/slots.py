@@ -51,12 +51,7 @@ _FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor argument of a kernel without memory: each call sets its address.
-
-    Attributes:
-        tensor: a ``tvm_ffi.Tensor``.
-        address: the address of the tensor, which each call sets before it passes the tensor on.
-    """
+    """A tensor argument of a kernel, a ``tvm_ffi.Tensor``, whose address each call sets before it passes it on."""
 
     tensor: Any
     address: ctypes.c_uint64

@@ -1,5 +1,8 @@
 """The launches of a call with a cache on CUDA: the kvcache kernel, then the combine kernel if keys are split.
 
+So are calls without a cache on Hopper, if the forward would have far fewer work tiles than multiprocessors. Their keys
+and values are passed as a cache with one entry per sequence, or as packed sequences.
+
 Everything that depends only on metadata is computed once and kept as a plan under that metadata. Grid and workspace
 depend only on the GPU and on shapes, and the host reads no lengths, so a CUDA graph can be replayed with other
 lengths and tables.
@@ -16,19 +19,18 @@ from torch import Tensor
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
+from cute_attn.epilogues.names import are_functions
 from cute_attn.host import plans, record
 from cute_attn.host.call import Call
-from cute_attn.host.checks import MAX_ROWS, check_count
+from cute_attn.host.checks import KERNEL_DTYPES, MAX_ROWS, check_count, check_query_blocks
 from cute_attn.host.choose import check_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.memory import (
     Tensors,
     all_plain,
-    as_strided,
     clear_owned,
     contiguous_strides,
     on_device,
-    regular_strides,
 )
 from cute_attn.host.plans import Plan
 from cute_attn.host.record import Layout
@@ -71,6 +73,17 @@ MANY_MERGED = 4096
 
 SIMILAR = 0.7
 """Minimum ratio of mean to maximum keys of packed sequences for whole work tiles: the longest sequence ends last."""
+
+
+# Of calls without a cache:
+FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
+"""Maximum work tiles per multiprocessor, and minimum elements of K and V that a query sees (those of 1,024 keys of head
+dim 128), for a split to pay for a second launch."""
+FEW_PACKED = 1.0
+"""Maximum work tiles per multiprocessor with few queries of packed sequences: they do not end together, since lengths
+differ."""
+LAST_WAVE, MANY_KEYS = 1.5, 16384
+"""For more work tiles: minimum ratio of rounded-up to exact waves, and minimum keys, for a split to pay."""
 
 
 @dataclass(frozen=True)
@@ -118,20 +131,14 @@ def launch(
         partials = outs, lses, split.num_splits, split.split_keys
     if plan.kernel.traits.variant:
         record.also()  # a user's class may read its arguments
-    scores = plan.kernel.score_args(_score_inputs(call))
+    scores = plan.kernel.score_args(call.as_kernels_read().score_inputs())
     results = {"mO": out, "mLSE": lse}
+    k, v = (record.in_place(x, plan.kernel.traits.alignment) for x in (call.k_cache, call.v_cache))
     arguments = {
-        "mQ": q,
-        "mK": record.in_place(call.k_cache, plan.kernel.traits.alignment),
-        "mV": record.in_place(call.v_cache, plan.kernel.traits.alignment),
-        **results,
-        "seqlens": seqlens,
-        "tables": _tables(call),
-        "softmax_scale": call.softmax_scale,
-        "schedule": record.work_tiles(q.get_device()),
-        "score_args": scores,
+        "mQ": q, "mK": k, "mV": v, **results, "seqlens": seqlens, "tables": call.tables,
+        "softmax_scale": call.softmax_scale, "schedule": record.work_tiles(q.get_device()), "score_args": scores,
         "partials": partials,
-    }
+    }  # fmt: skip
     record.launch(*plan.functions["main"].bind(**arguments))
     if split.how == "fixed":
         assert partials is not None
@@ -145,26 +152,6 @@ def launch(
         sizes = {"nheads_kv": call.k_cache.shape[-2], "kernel_ctas": layouts[0][0][0] // 2}
         record.launch(*plan.functions["combine"].bind(**results, **own, **sizes))
     return out, lse
-
-
-def _tables(call: Call) -> tuple[Tensor | None, Tensor | None] | None:
-    table, batch_idx = call.page_table, call.cache_batch_idx
-    if table is None and batch_idx is None:
-        return None
-    if table is not None and table.shape[1] == 1:
-        table = as_strided(table, tuple(table.shape), (table.stride(0), 1))
-    return table, batch_idx
-
-
-def _score_inputs(call: Call) -> Any:
-    """The epilogues' inputs, with slopes broadcast to (batch, nheads)."""
-    inputs, slopes = call.score_inputs(), call.alibi_slopes
-    if slopes is None:
-        return inputs
-    shape = (call.batch, call.q.shape[-2])
-    if tuple(slopes.shape) != shape or slopes.stride(-1) != 1:
-        slopes = as_strided(slopes, shape, regular_strides(slopes, shape))
-    return replace(inputs, alibi_slopes=slopes)
 
 
 # ---- plans by metadata ----
@@ -242,6 +229,45 @@ def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> t
         ctas = kernel.tile.blocks_per_sm * processors
         return (ctas, kernel.tile.tile_m, padded(kernel.traits.head_dim_v)), (1, 1)
     return ()
+
+
+# ---- attention of few queries with many keys on Hopper ----
+
+
+def as_cache(call: Call) -> Call:
+    """The same attention for Hopper's kernels with a cache: one entry per sequence, or packed sequences."""
+    kept: Any = call._replace(k_cache=call.k, v_cache=call.v, cache_seqlens=call.seqused_k, kernel="sm90")
+    return kept._replace(k=None, v=None, seqused_k=None)
+
+
+def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> bool:
+    """True if splitting keys pays: few work tiles, many keys, and no feature that kernels for a cache lack.
+
+    kernel: the forward kernel that would serve the call otherwise.
+    """
+    if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in KERNEL_DTYPES:
+        return False
+    if kernel.traits.top_left or call.return_softmax:
+        return False
+    if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
+        return False
+    if call.bias is not None or call.dropout or call.seqused_q is not None:
+        return False
+    if call.lists_blocks or not are_functions(call.epilogue_names):
+        return False
+    seen = min(call.longest[1], call.window or call.longest[1])
+    if seen * (call.q.shape[-1] + call.v.shape[-1]) < LEAST_NUMBERS:
+        return False
+    # Work tiles are counted with a large call's tile: `kernel` may have fewer rows because the call is small.
+    large = registry.lookup(kernel.traits, None, target)
+    large = large.for_lengths(*call.longest, call.group, target, window=call.window)
+    waves = check_query_blocks(call, large) / multiprocessors
+    unlike = call.varlen and call.longest[1] >= EVEN * call.longest[0]
+    if waves <= (FEW_PACKED if unlike else FEW_TILES):
+        return True
+    # Under a causal mask the shortest work tiles come last, and leave little idle.
+    equal = not kernel.traits.causal or call.longest[1] >= 2 * call.longest[0]
+    return equal and seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves
 
 
 # ---- the kernel and how keys are divided ----

@@ -1,6 +1,6 @@
 """Checks of single arguments of any call. Each error is one sentence that names the argument.
 
-:mod:`cute_attn.host.checks` and :mod:`cute_attn.host.cache_checks` check arguments against each other.
+:mod:`cute_attn.host.checks` checks arguments against each other.
 """
 
 import contextlib

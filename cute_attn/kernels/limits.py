@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from cute_attn.traits import LARGE_HEAD_DIM, Traits, head_dims_text
 
 HALF = ("fp16", "bf16")
-MAX_DUAL_COLUMNS = 128
-"""Maximum head dim of V next to its tangent: accumulators of 16 rows and 128 columns take 128 registers."""
 
 
 def beyond(

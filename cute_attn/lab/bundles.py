@@ -28,7 +28,7 @@ from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, d
 from cute_attn.compiler.compiled import Prebuilt, Request, as_requests, default_target, prebuild, toolchain
 from cute_attn.compiler.fingerprint import machine, package_sources
 from cute_attn.epilogues.names import TRACED
-from cute_attn.host import common_calls
+from cute_attn.lab import common_calls
 from cute_attn.lab.recorded import listed
 from cute_attn.lab.tables import template
 from cute_attn.traits import Traits

@@ -86,7 +86,7 @@ def why_not(request: Request) -> str | None:
     try:
         call = translated(request, *_meta_inputs(request))
         check(call)
-        check_for_kernels(call)
+        check_for_kernels(call, whole=True)
     except (TypeError, ValueError) as error:
         return str(error)
     if request.empty:

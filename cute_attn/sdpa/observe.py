@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import has_torch_function
 
 from cute_attn import sdpa
 from cute_attn.host import doors
-from cute_attn.sdpa import function
 from cute_attn.sdpa.calls import _is_capturing
 
+_NAME = "scaled_dot_product_attention"
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -29,11 +31,9 @@ class Row:
     """Calls of one operator with one signature.
 
     Attributes:
-        operator: name of PyTorch's operator.
         signature: shapes and options as text.
         reason: why no kernel here computes these calls, or None.
         uncompared: why no call was compared with PyTorch's kernel.
-        calls: number of calls.
         ours_us, pytorch_us: microseconds of each shadowed call.
         difference: maximum difference of both results, in float32, relative to PyTorch's largest value; None if no
             call was compared.
@@ -108,11 +108,11 @@ class Observer:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         doors.watcher = self.note
-        function.install(self._function)
+        _install(self._function)
         try:
             yield
         finally:
-            function.remove()
+            _remove()
             doors.watcher = None
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
@@ -164,14 +164,14 @@ class Observer:
         """Call scaled_dot_product_attention, and note the call unless it is compiled or traced."""
         options = {"scale": scale, "enable_gqa": enable_gqa}
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # traces record reads of shapes
-            return function.pytorchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return _pytorchs(query, key, value, attn_mask, dropout_p, is_causal, **options)
         given = {"query": query, "key": key, "value": value, "attn_bias": attn_mask}
         try:
             reason = sdpa.reason(query, key, value, attn_mask, dropout_p, is_causal, **options)  # type: ignore[arg-type]
         except Exception as error:  # as in _counted; wrong arguments are PyTorch's to name
             reason = f"its tensors cannot be read: {type(error).__name__}"
-        self.note(function.NAME, given | {"dropout_p": dropout_p, "is_causal": is_causal}, reason)
-        return function.by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        self.note(_NAME, given | {"dropout_p": dropout_p, "is_causal": is_causal}, reason)
+        return _by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
     def _both(self, row: Row, own: Callable[[], Any], stock: Callable[[], Any], device: torch.device) -> Any:
         found = own()
@@ -184,6 +184,51 @@ class Observer:
             row.ours_us.append(_microseconds(own, device))
             row.pytorch_us.append(_microseconds(stock, device))
         return found
+
+
+# ---- PyTorch's function, replaced ----
+
+_pytorchs: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+"""PyTorch's function, also while it is replaced."""
+_installed: Callable[..., Tensor] | None = None
+
+
+def _install(function: Callable[..., Tensor]) -> None:
+    """Replace PyTorch's function by one with the same arguments, unless it has been replaced already."""
+    global _installed
+    if F.scaled_dot_product_attention is _pytorchs:
+        _installed = F.scaled_dot_product_attention = function
+        torch.jit._builtins._register_builtin(_installed, f"aten::{_NAME}")
+
+
+def _remove() -> None:
+    """Put PyTorch's function back. Modules that imported the replacement keep it, and it calls PyTorch's."""
+    global _installed
+    own, _installed = _installed, None
+    if own is not None and F.scaled_dot_product_attention is own:
+        F.scaled_dot_product_attention = _pytorchs
+
+
+def _by_pytorch(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Call PyTorch's function, put back during the call if overrides may see it: they compare functions by identity."""
+    own = F.scaled_dot_product_attention
+    seen = _function_modes() or has_torch_function((query, key, value, mask))
+    if not seen or own is not _installed:
+        return _pytorchs(query, key, value, mask, *args, **kwargs)
+    F.scaled_dot_product_attention = _pytorchs
+    try:
+        return _pytorchs(query, key, value, mask, *args, **kwargs)
+    finally:
+        if own is _installed:
+            F.scaled_dot_product_attention = own
+
+
+_function_modes = torch._C._len_torch_function_stack
+
+
+# ---- a call ----
 
 
 def _incomparable(name: str, given: dict[str, Any], first: Tensor, stock: Any) -> str:

@@ -1,25 +1,301 @@
 """PyTorch's attention operators on the kernels: arguments, output layouts, conventions of lse and dropout states.
 
 Outputs have the shapes, strides and dtypes of PyTorch's meta functions (``torch/_meta_registrations.py``), which
-compilers rely on, except for a dtype in :func:`_numbers`. Operators run below autograd: they call kernels, never
+compilers rely on, except for a dtype in :func:`_numbers`. Inputs are views with rows before heads. Tensors that kernels
+cannot read or write in place are copied. Operators run below autograd: they call kernels, never
 :func:`cute_attn.attention`, which would record a second graph. CPU tensors are computed by :mod:`cute_attn.reference`.
 """
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from cute_attn.host import memory, record
+from cute_attn.api.operators import forward_cpu
+from cute_attn.host import backward as _backward
+from cute_attn.host import forward as _forward
+from cute_attn.host import memory, random_states, record
 from cute_attn.host.activation import BACKENDS, Options
-from cute_attn.host.bias import four_dims
+from cute_attn.host.bias import four_dims, last_contiguous
+from cute_attn.host.call import ATTENTION
 from cute_attn.host.checks import check_like
-from cute_attn.sdpa.calls import Inputs, Request, _is_capturing, request_of, why_not, why_not_drawn
-from cute_attn.sdpa.plans import Results, backward, forward
+from cute_attn.host.memory import ALIGNMENT_BYTES, as_strided, contiguous_strides, on_device, regular
+from cute_attn.host.record import Layout
+from cute_attn.sdpa.calls import (
+    Inputs,
+    Request,
+    _is_capturing,
+    request_of,
+    translated,
+    why_not,
+    why_not_drawn,
+)
+
+# ---- inputs as kernels read them ----
+
+
+def _readable(x: Tensor) -> Tensor:
+    """``x``, perhaps with other strides in dimensions of size 1; a copy if kernels cannot read its memory."""
+    return record.readable(regular(x))
+
+
+def _narrow_bias(bias: Tensor) -> Tensor:
+    """A bias whose dimensions of stride 0, except the last, are shrunk to size 1, which is faster for kernels."""
+    dims = list(zip(bias.shape, bias.stride(), strict=True))
+    shape = [1 if stride == 0 else size for size, stride in dims[:-1]]
+    return last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
+
+
+def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = False) -> Inputs:
+    """Inputs with rows before heads, readable by kernels. bias_gradient: keep the bias's shape for its gradient."""
+    q, k, v = map(_readable, map(rows_first, inputs[:3]) if heads_first else inputs[:3])
+    bias = inputs[3]
+    if bias is not None:
+        bias = last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
+    return Inputs(q, k, v, bias, *inputs[4:])
+
+
+# ---- layouts of outputs ----
+
+
+def strides_like(x: Tensor, last: int) -> tuple[int, ...]:
+    """Strides of an output with x's order of dimensions and with ``last`` as its last size."""
+    if x.shape[-1] == last:
+        return torch.empty_like(x, device="meta").stride()
+    strides, step = [0] * x.dim(), 1
+    shape = (*x.shape[:-1], last)
+    for dim in sorted(range(x.dim()), key=lambda dim: (x.stride(dim), -dim)):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
+def rows_first(x: Tensor) -> Tensor:
+    """``x`` (batch, heads, rows, ...) as (batch, rows, heads, ...)."""
+    return x.transpose(1, 2)
+
+
+def _swapped(layout: Layout) -> Layout:
+    """The layout with its second and third dimensions exchanged."""
+    (shape, strides) = layout
+    return (shape[0], shape[2], shape[1], shape[3]), (strides[0], strides[2], strides[1], strides[3])
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The memory layout of one of PyTorch's outputs, which kernels write with rows before heads.
+
+    Attributes:
+        layout: shape and strides that PyTorch promises.
+        heads_first: whether the layout has heads before rows.
+    """
+
+    layout: Layout
+    heads_first: bool
+
+    @classmethod
+    def of(cls, x: Tensor, last: int, heads_first: bool, backend: str) -> "Output":
+        """The output whose order of dimensions follows the input ``x``, with ``last`` as its last size.
+
+        Memory-efficient attention's outputs are contiguous with rows before heads.
+        """
+        shape = (*x.shape[:-1], last)
+        if backend != "efficient":
+            return cls((shape, strides_like(x, last)), heads_first)
+        batch, heads, rows, _ = shape
+        own = (batch, rows, heads, last)
+        return cls(_swapped((own, contiguous_strides(own))), heads_first)
+
+    def memory(self, like: Tensor) -> Tensor | None:
+        """New memory with rows before heads; None if kernels cannot write this layout."""
+        shape, strides = _swapped(self.layout) if self.heads_first else self.layout
+        whole = ALIGNMENT_BYTES // like.element_size()
+        if strides[-1] != 1 or any(step % whole or step <= 0 for step in strides[:-1]):
+            return None
+        return record.empty(like, shape, strides, like.dtype)
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """Convert the kernels' output, with rows before heads, to this layout: a view, or a copy if strides differ."""
+        shape, strides = self.layout
+        x = rows_first(x) if self.heads_first else x
+        own = x.stride()
+        if own == strides:
+            return x
+        if all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True)):
+            return as_strided(x, shape, strides)
+        with on_device(x.get_device()):
+            made = record.empty(x, shape, strides, x.dtype)
+            record.step(Tensor.copy_, made, x)
+        return made
+
+
+# ---- the forward ----
+
+
+class Results(NamedTuple):
+    """The results of a forward.
+
+    Attributes:
+        out: in the layout that PyTorch promises.
+        lse: (batch, heads, rows), or packed (heads, total), with +inf for a row without keys.
+        state: seed and offset, int64 (2,), or None without dropout.
+        softmax: the softmax if requested, else None.
+    """
+
+    out: Tensor
+    lse: Tensor
+    state: Tensor | None
+    softmax: Tensor | None
+
+
+def forward(
+    request: Request,
+    options: Options,
+    inputs: tuple,
+    *,
+    heads_first: bool = True,
+    wants_lse: bool = True,
+    return_softmax: bool = False,
+) -> Results | str:
+    """Compute a forward, or return the reason why kernels do not serve it.
+
+    Args:
+        inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch passes them.
+        heads_first: whether q, k and v have heads before rows.
+        wants_lse: whether lse is used; if not, it may contain -inf.
+    """
+    device = inputs[0].device
+    reason = why_not(request) or why_not_drawn(request, options.rng, _is_capturing(device))
+    if (
+        reason is None and return_softmax and not request.dropout_p
+    ):  # PyTorch raises, so that no backward follows
+        reason = "return_debug_mask is set without dropout; accepted: with dropout"
+    if reason is not None:
+        return reason
+    state, rows = None, request.longest[0]
+    lse_rows = -(-rows // 32) * 32 if request.backend == "efficient" and wants_lse else rows
+    if request.dropout_p:
+        state = record.drawn(functools.partial(draw, request, device, options.rng))
+    prepared = _kernel_inputs(inputs, heads_first)
+    call = translated(request, prepared, state)._replace(return_softmax=return_softmax)
+    output = Output.of(inputs[0], request.v[-1], heads_first, request.backend)
+    if runs_kernels(prepared.q):
+        with on_device(prepared.q.get_device()):
+            out, shape = output.memory(prepared.q), call.output_shapes()[1]
+            shape = (*shape[:2], lse_rows) if lse_rows > rows else shape
+            lse = record.contiguous(prepared.q, shape, torch.float32)
+            written, lse, softmax = _forward.forward(call, out, lse, keeps_rows=False)
+    else:
+        written, lse, softmax = forward_cpu(call)
+        if lse_rows > rows:
+            lse = F.pad(lse, (0, lse_rows - rows))
+    if wants_lse and _may_see_nothing(request, inputs[6]):
+        record.step(Tensor.nan_to_num_, lse, math.nan, math.inf, math.inf)
+    if lse_rows > rows:
+        record.step(Tensor.fill_, lse.narrow(2, rows, lse_rows - rows), math.inf)
+    return Results(output.of_rows(written), lse, state, softmax)
+
+
+def runs_kernels(q: Tensor) -> bool:
+    """True if kernels compute a call, False if the reference does."""
+    return q.is_cuda
+
+
+def _may_see_nothing(request: Request, seqused_k: Tensor | None) -> bool:
+    """True if a query may see no key."""
+    if request.bias is not None or request.packed or seqused_k is not None or max(request.window) >= 0:
+        return True
+    if not request.longest[1]:
+        return True
+    return request.causal and request.backend == "flash" and request.longest[0] > request.longest[1]
+
+
+# ---- seeds and offsets of dropout masks ----
+
+
+def draw(request: Request, device: torch.device, rng: str) -> Tensor:
+    """Seed and offset of a mask; with rng="torch", the ones that PyTorch's kernel would get from its generator."""
+    if rng != "torch":
+        return random_states.draw(device)
+    with random_states.lock:
+        seed, offset = random_states.advance(_generator(device), _advance(request))
+    return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
+def _advance(request: Request) -> int:
+    """How far PyTorch's forward advances the generator's offset: one per thread or score, rounded up to fours."""
+    starts = request.lengths[0]
+    batch = request.q[0] if starts is None else starts[0][0] - 1
+    heads = batch * request.q[-2]
+    count = heads * 32 if request.backend == "flash" else heads * math.prod(request.longest)
+    return (count + 3) // 4 * 4
+
+
+def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> Tensor:
+    """Seed and offset as one int64 tensor."""
+    if isinstance(rng_state, Tensor):
+        return rng_state.view(torch.int64).to(device)
+    numbers = tuple(x.view(torch.int64).to(device) for x in rng_state)
+    with on_device(numbers[0].get_device()):
+        both = record.empty(numbers[0], (2,), (1,), torch.int64)
+        record.step(_stack_into, numbers, both)
+    return both
+
+
+def _stack_into(numbers: tuple[Tensor, ...], out: Tensor) -> None:
+    torch.stack(numbers, out=out)
+
+
+# ---- the backward ----
+
+
+def backward(
+    request: Request,
+    inputs: tuple,
+    outer: tuple[Tensor, Tensor, Tensor],
+    rng_state: Tensor | tuple[Tensor, Tensor],
+    *,
+    heads_first: bool = True,
+    bias_gradient: bool = False,
+) -> tuple[Tensor, ...] | str:
+    """Compute gradients of q, k and v in PyTorch's layouts, then of bias with bias_gradient, or return why not.
+
+    inputs: see :func:`forward`; outer: the gradient of out, then out and lse.
+    """
+    reason = why_not(request)
+    if reason is not None:
+        return reason
+    state = _joined(rng_state, inputs[0].device) if request.dropout_p else None
+    prepared = _kernel_inputs(inputs, heads_first, bias_gradient=bias_gradient)
+    call = translated(request, prepared, state)
+    grad_out, out = map(rows_first, outer[:2]) if heads_first else outer[:2]
+    lse = outer[2][:, :, : request.longest[0]] if heads_first else outer[2]
+    needed = (True, True, True, bias_gradient, False)
+    results = [Output.of(x, x.shape[-1], heads_first, request.backend) for x in inputs[:3]]
+    if runs_kernels(prepared.q):
+        given = (grad_out, None, out, lse)
+        with on_device(prepared.q.get_device()):
+            dq, dk, dv = (one.memory(x) for one, x in zip(results, prepared[:3], strict=True))
+            plan = _backward.plan_of(call, given, needed)
+            found: Any = _backward.launch(plan, call, given, needed, (dq, dk, dv, None, None))
+    else:
+        found = torch.ops.cute_attn.backward.default(
+            grad_out, None, out, lse, list(needed), *call.values(ATTENTION)
+        )
+    own: list[Any] = [one.of_rows(x) for one, x in zip(results, found, strict=False)]
+    return (*own, found[3]) if bias_gradient else tuple(own)
+
 
 # ---- calls ----
 
@@ -31,51 +307,10 @@ def _asked(backend: str, given: Any, bias: Tensor | None = None, *, learns: bool
     return request_of(backend, Inputs(q, k, v, bias), **options, learns=learns)
 
 
-def _forward(
-    request: Request,
-    options: Options,
-    inputs: tuple,
-    *,
-    heads_first: bool = True,
-    wants_lse: bool = True,
-    debug: bool = False,
-) -> Results | str:
-    """A forward's results, or the reason why kernels do not serve it.
-
-    heads_first: tensors are (batch, heads, rows, dim). wants_lse: return lse. debug: return the softmax.
-    """
-    capturing = _is_capturing(inputs[0].device)
-    reason = why_not(request) or why_not_drawn(request, options.rng, capturing)
-    if reason is None and debug and not request.dropout_p:  # PyTorch raises, so that no backward follows
-        reason = "return_debug_mask is set without dropout; accepted: with dropout"
-    if reason is not None:
-        return reason
-    rows = request.longest[0]
-    lse_rows = -(-rows // 32) * 32 if request.backend == "efficient" and wants_lse else rows
-    layout: dict[str, Any] = {"heads_first": heads_first, "lse_rows": lse_rows}
-    return forward(request, inputs, options.rng, **layout, wants_lse=wants_lse, return_softmax=debug)
-
-
-def _backward(
-    request: Request,
-    inputs: tuple,
-    outer: tuple[Tensor, Tensor, Tensor],
-    state: Tensor | tuple[Tensor, Tensor],
-    *,
-    heads_first: bool = True,
-    bias_gradient: bool = False,
-) -> tuple[Tensor, ...] | str:
-    """Gradients, or the reason why kernels do not serve a backward. outer: gradient of out, out, lse."""
-    return why_not(request) or backward(
-        request, inputs, outer, state, heads_first=heads_first, bias_gradient=bias_gradient
-    )
-
-
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
     """Uninitialized tensors on ``like``'s device. kinds: for each tensor a shape, strides and a dtype."""
-    if like.is_cuda and like.get_device() == memory.current_device():
+    with on_device(like.get_device()):
         return [record.empty(like, *kind) for kind in kinds]
-    return [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in kinds]
 
 
 _NUMBER, _WORD, _TWO_WORDS = ((), (), torch.int64), ((), (), torch.uint64), ((2,), (1,), torch.uint64)
@@ -123,7 +358,7 @@ def _flash_state(found: Results) -> Sequence[Tensor]:
 def _debug_mask(softmax: Tensor) -> Tensor:
     """The softmax padded with zeros, so that its last two sizes are multiples of 128."""
     rows, keys = softmax.shape[2:]
-    return torch.nn.functional.pad(softmax, (0, -keys % 128, 0, -rows % 128))
+    return F.pad(softmax, (0, -keys % 128, 0, -rows % 128))
 
 
 # ---- PyTorch's operators: each returns its outputs, or the reason why not ----
@@ -169,7 +404,7 @@ def _inputs(given: Any, bias: Tensor | None = None) -> tuple:
 @_of("flash", "_scaled_dot_product_flash_attention")
 def flash_forward(options: Options, given: Any) -> tuple | str:
     request = _asked("flash", given)
-    found = _forward(request, options, _inputs(given), debug=given.return_debug_mask)
+    found = forward(request, options, _inputs(given), return_softmax=given.return_debug_mask)
     if isinstance(found, str):
         return found
     return found.out, found.lse, None, None, *request.longest, *_flash_state(found)
@@ -178,19 +413,19 @@ def flash_forward(options: Options, given: Any) -> tuple | str:
 @_of("flash", "_scaled_dot_product_flash_attention_backward")
 def flash_backward(options: Options, given: Any) -> tuple | str:
     grads = (given.grad_out, given.out, given.logsumexp)
-    return _backward(_asked("flash", given), _inputs(given), grads, given.philox_seed)
+    return backward(_asked("flash", given), _inputs(given), grads, given.philox_seed)
 
 
 @_of("efficient", "_scaled_dot_product_efficient_attention")
 def efficient_forward(options: Options, given: Any) -> tuple | str:
     inputs, wants_lse = _inputs(given, given.attn_bias), given.compute_log_sumexp
-    found = _forward(_asked("efficient", given, inputs[3]), options, inputs, wants_lse=wants_lse)
+    found = forward(_asked("efficient", given, inputs[3]), options, inputs, wants_lse=wants_lse)
     if isinstance(found, str):
         return found
     lse = found.lse
     if not wants_lse:
         shape = (*lse.shape[:2], 0)
-        (lse,) = _fresh(lse, (shape, memory.contiguous_strides(shape), lse.dtype))
+        (lse,) = _fresh(lse, (shape, contiguous_strides(shape), lse.dtype))
     return found.out, lse, *_numbers(found)
 
 
@@ -199,7 +434,7 @@ def efficient_backward(options: Options, given: Any) -> tuple | str:
     bias, state = given.attn_bias, (given.philox_seed, given.philox_offset)
     grads = (given.grad_out, given.out, given.logsumexp)
     wanted = bias is not None and given.grad_input_mask[3]
-    found = _drawn_by_pytorch(given) or _backward(
+    found = _drawn_by_pytorch(given) or backward(
         _asked("efficient", given, bias), _inputs(given, bias), grads, state, bias_gradient=bool(wanted)
     )
     if isinstance(found, str):
@@ -211,7 +446,7 @@ def efficient_backward(options: Options, given: Any) -> tuple | str:
 def _in_rows_of_16(x: Tensor) -> Tensor:
     """A copy whose row stride is a multiple of 16 elements."""
     shape = (*x.shape[:-1], -(-x.shape[-1] // 16) * 16)
-    (wide,) = _fresh(x, (shape, memory.contiguous_strides(shape), x.dtype))
+    (wide,) = _fresh(x, (shape, contiguous_strides(shape), x.dtype))
     found = wide[..., : x.shape[-1]]
     record.step(Tensor.copy_, found, x)
     return found
@@ -221,7 +456,7 @@ def _in_rows_of_16(x: Tensor) -> Tensor:
 def cudnn_forward(options: Options, given: Any) -> tuple | str:
     bias = None if given.attn_bias is None else four_dims(given.attn_bias)  # only cuDNN's may have fewer
     request = _asked("cudnn", given, bias, learns=given.compute_log_sumexp)
-    found = _forward(request, options, _inputs(given, bias))
+    found = forward(request, options, _inputs(given, bias))
     if isinstance(found, str):
         return found
     return found.out, found.lse.unsqueeze(-1), None, None, *request.longest, *_numbers(found), None
@@ -233,7 +468,7 @@ def cudnn_backward(options: Options, given: Any) -> tuple | str:
     lse, state = given.logsumexp, (given.philox_seed, given.philox_offset)
     grads = (given.grad_out, given.out, lse.reshape(lse.shape[:3]))
     request = _asked("cudnn", given, bias, learns=True)
-    return _drawn_by_pytorch(given) or _backward(request, _inputs(given, bias), grads, state)
+    return _drawn_by_pytorch(given) or backward(request, _inputs(given, bias), grads, state)
 
 
 def _rows(
@@ -263,7 +498,7 @@ def rows_forward(options: Options, given: Any) -> tuple | str:
     if num_splits not in (None, 0, 1):
         return f"num_splits is {num_splits}; accepted: None, or 1"
     request, inputs = _rows(given, given.seqused_k, given.alibi_slopes, same_bits=num_splits == 1)
-    found = _forward(request, options, inputs, heads_first=False, debug=given.return_debug_mask)
+    found = forward(request, options, inputs, heads_first=False, return_softmax=given.return_debug_mask)
     if isinstance(found, str):
         return found
     return found.out, found.lse, *_flash_state(found)
@@ -289,7 +524,7 @@ def rows_forward_into(options: Options, given: Any) -> Tensor | str:
 def rows_backward(options: Options, given: Any) -> tuple | str:
     request, inputs = _rows(given)
     grads = (given.grad_out, given.out, given.logsumexp)
-    return _backward(request, inputs, grads, given.rng_state, heads_first=False)
+    return backward(request, inputs, grads, given.rng_state, heads_first=False)
 
 
 STATES = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cute_attn.host import doors, plans
 from cute_attn.host.activation import Options
-from cute_attn.sdpa import function, repeated
+from cute_attn.sdpa import repeated
 from cute_attn.sdpa.calls import _is_capturing
 from cute_attn.sdpa.operators import OPERATORS, STATES, drawn_here
 
@@ -25,8 +25,6 @@ class Override:
     """One of PyTorch's operators under one key of the dispatcher.
 
     Attributes:
-        name: the operator's name in PyTorch.
-        implementation: from ``OPERATORS``.
         stock: PyTorch's kernel, or None if this build has none.
         state: position of the dropout seed among the arguments of a backward, or None.
         options: the active options, or None if calls are not served.
@@ -101,6 +99,7 @@ def _call_pytorch(stock: Any, keyset: Any, *args: Any, **kwargs: Any) -> tuple |
 
 # ---- registered once ----
 
+_COMPOSITE = "scaled_dot_product_attention"
 _libraries: dict[str, torch.library.Library] = {}
 _overrides: dict[str, dict[str, Override]] = {}
 _composites: set[str] = set()
@@ -132,9 +131,9 @@ def _override_composite(key: str) -> None:
             return
         _composites.add(key)
         above = f"Autograd{key}"
-        stock = torch.library.get_kernel(f"aten::{function.NAME}", above)
+        stock = torch.library.get_kernel(f"aten::{_COMPOSITE}", above)
         run = repeated.override(stock.call_boxed, functools.partial(_serving.get, key))
-        _register(_libraries[key], function.NAME, run, above)
+        _register(_libraries[key], _COMPOSITE, run, above)
         # Let the tracers' dispatcher, in Python, look up that operator's kernel again.
         operator = torch.ops.aten.scaled_dot_product_attention.default
         operator._uncache_dispatch(getattr(torch._C.DispatchKey, above))
@@ -165,12 +164,7 @@ def serving(key: str = "CUDA") -> "Activation | None":
 
 
 class Activation:
-    """Calls under one key of the dispatcher are served, until :meth:`remove` or another activation.
-
-    Attributes:
-        options: see :func:`cute_attn.sdpa.activate`.
-        key: a key of the dispatcher.
-    """
+    """Calls under one key of the dispatcher are served, until :meth:`remove` or another activation."""
 
     def __init__(self, options: Options, key: str = "CUDA") -> None:
         self.options = options

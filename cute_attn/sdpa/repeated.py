@@ -34,18 +34,15 @@ def key_of(
         or key.is_nested
     ):
         return None
-    return (is_causal, scale, enable_gqa, *_what_choice_depends_on())
+    # What PyTorch's choice depends on: the enabled backends, their order, and whether results must repeat.
+    return (
+        is_causal, scale, enable_gqa, _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), _are_deterministic(),
+        *_priority_order(),
+    )  # fmt: skip
 
 
 _function_modes = torch._C._len_torch_function_stack
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-
-
-def _what_choice_depends_on() -> tuple:
-    """PyTorch's settings of backends: which ones are enabled, their order, and whether results must repeat."""
-    return (
-        _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), _are_deterministic(), *_priority_order(),
-    )  # fmt: skip
 
 
 _flash_enabled, _efficient_enabled, _cudnn_enabled, _priority_order, _are_deterministic = (

@@ -9,8 +9,8 @@ import tvm_ffi
 
 from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache
 from cute_attn.compiler import registry
-from cute_attn.host import common_calls
-from cute_attn.host.common_calls import DTYPES, GROUPS, HEAD_DIMS, MASKS, PAGE_SIZES, PROCESSORS
+from cute_attn.lab import common_calls
+from cute_attn.lab.common_calls import DTYPES, GROUPS, HEAD_DIMS, MASKS, PAGE_SIZES, PROCESSORS
 from tests import machine
 
 CALLS = 80

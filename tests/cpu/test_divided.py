@@ -8,7 +8,7 @@ from cute_attn.api import operators
 from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
 from cute_attn.epilogues.functions.known import epilogue_of
-from cute_attn.host import divided, forward, split_kv
+from cute_attn.host import forward, split_kv
 from cute_attn.host.choose import choose_kernel
 from tests import emulated_kvcache, machine
 from tests.cpu.test_examples import load
@@ -36,7 +36,7 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
 
 def wanted(params):
     kernel = choose_kernel(params, "sm90")
-    return divided.is_wanted(params, kernel, "sm90", PROCESSORS)
+    return split_kv.is_wanted(params, kernel, "sm90", PROCESSORS)
 
 
 def distance(score, b, h, q_idx, kv_idx):
@@ -61,7 +61,7 @@ WANTED = {
 def test_few_work_tiles_are_divided(name):
     params, features, split = WANTED[name]
     assert wanted(params)
-    cached = divided.as_cache(params)
+    cached = split_kv.as_cache(params)
     kernel, found = split_kv.choose_kernel(cached, "sm90", PROCESSORS)
     assert found.how == split
     words = ("kvcache-sm90-bf16", f"d{params.q.shape[-1]}", features, f"split_{split}")
@@ -76,7 +76,7 @@ def test_stream_k_divides_packed_keys_of_unlike_lengths():
     alike = call(1882, 30732, (3, 3), 64, batch=12, packed=True, causal=True)
     alike = alike._replace(q=alike.q[:8000])
     unlike = alike._replace(k=alike.k[:128000], v=alike.v[:128000])
-    found = [split_kv.choose_kernel(divided.as_cache(x), "sm90", PROCESSORS)[1] for x in (alike, unlike)]
+    found = [split_kv.choose_kernel(split_kv.as_cache(x), "sm90", PROCESSORS)[1] for x in (alike, unlike)]
     assert [(split.how, split.num_splits) for split in found] == [("", 1), ("stream_k", 1)]
 
 
@@ -125,11 +125,11 @@ def test_launches_equal_the_definition(name, monkeypatch):
     params = params._replace(
         **{x: torch.randn(getattr(params, x).shape, generator=generator).half() for x in ("q", "k", "v")}
     )
-    plan = divided.plan_for_attention(params)
+    plan = split_kv.make_plan(split_kv.as_cache(params))
     out_shape, lse_shape = params.output_shapes()
     out, lse = torch.full(out_shape, torch.nan).half(), torch.full((*lse_shape[:-1], 8), torch.nan)
     lse = lse[..., : lse_shape[-1]]
-    divided.launch(plan, params, out, lse)
+    split_kv.launch(plan, split_kv.as_cache(params), params.q, out, lse)
     for one, whole in zip((out, lse), operators.forward_cpu(params), strict=False):
         torch.testing.assert_close(one, whole, rtol=1e-3, atol=1e-3)
 
@@ -145,7 +145,7 @@ def test_rows_that_no_sequence_owns_stay(monkeypatch):
         cu_seqlens_q=cu,
     )
     shape, lse_shape = params.output_shapes()
-    plan = divided.plan_for_attention(params)
+    plan = split_kv.make_plan(split_kv.as_cache(params))
     out, lse = torch.full(shape, 7.0).half(), torch.empty(lse_shape)
     forward._divided(plan, params, out, lse, keeps_rows=True)
     assert out[3:].eq(7.0).all() and not out[:3].eq(7.0).any()
@@ -167,7 +167,7 @@ def test_the_same_bits_of_latent_values_have_a_plan_of_their_own(monkeypatch):
 
 def test_ampere_keeps_its_forward():
     params = call(1, 8192)
-    assert not divided.is_wanted(params, choose_kernel(params, "sm80"), "sm80", PROCESSORS)
-    traits = split_kv.traits_of(divided.as_cache(call(1, 8192, packed=True)), "sm80", "stream_k")
+    assert not split_kv.is_wanted(params, choose_kernel(params, "sm80"), "sm80", PROCESSORS)
+    traits = split_kv.traits_of(split_kv.as_cache(call(1, 8192, packed=True)), "sm80", "stream_k")
     with pytest.raises(registry.Unsupported, match="varlen_k is True"):
         registry.lookup(traits)

@@ -16,7 +16,7 @@ import cute_attn.flash_attn as package
 from cute_attn import attention, attention_varlen, attention_with_kvcache, merge_attention
 from cute_attn.flash_attn import bert_padding, extension, flash_attn_3, rotary
 from cute_attn.flash_attn import flash_attn_interface as interface
-from cute_attn.host import cache_checks
+from cute_attn.host import checks
 from cute_attn.reference import kvcache as kvcache_reference
 from tests import calls, refusals, tensors
 from tests.tensors import int32
@@ -435,7 +435,7 @@ def test_compiles_into_one_graph():
 def with_any_head_dim(*tensors, **options):
     """attention_with_kvcache by its definition, which takes head dims that kernels, and so its checks, decline."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_checks, "_check_cache", lambda params, batch: None)
+        patch.setattr(checks, "_check_cache", lambda params: None)
         return attention_with_kvcache(*tensors, **options)
 
 

@@ -190,7 +190,7 @@ def as_on_cuda(monkeypatch):
 
     def checks(call: Call):
         check(call)
-        check_for_kernels(call, unaligned=True)
+        check_for_kernels(call)
         return call.q, None, None
 
     monkeypatch.setattr(operators, "forward", checks)

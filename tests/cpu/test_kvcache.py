@@ -17,7 +17,7 @@ from cute_attn.api.append import append_kv
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import append as host_append
-from cute_attn.host import cache_checks, checks, plans, split_kv
+from cute_attn.host import checks, plans, split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache, machine, refusals
@@ -318,7 +318,7 @@ def test_nothing_to_do_launches_nothing(cuda_on_cpu, monkeypatch):
     monkeypatch.setattr(compiler, "compile", None)
     problem = Problem(Case((5, 3), new=(0, 0), packed=True, queries=(0, 0)), dtype=torch.float16)
     params = problem.append()
-    arguments, rows = host_append.kernel_arguments(params, None, None, None, False)
+    arguments, rows = host_append.kernel_arguments(params, None, None)
     assert rows == 0 and arguments["new"][0].shape[0] == 0
     append.append_cuda(*problem.append_arguments().values())
 
@@ -513,7 +513,7 @@ def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch
         given = Call(k_cache=cache, v_cache=cache, k=x, v=x, cache_seqlens=int32(0))
         message = "k and v, or q, have elements in a row of all heads, 67107856 in all"
         with pytest.raises(ValueError, match=message) if more else contextlib.nullcontext():
-            host_append.kernel_arguments(given, None, None, None, False)
+            host_append.kernel_arguments(given, None, None)
 
 
 # ---- the operators ----
@@ -742,7 +742,7 @@ def test_packed_rows_out_of_bounds_are_told_where_asked(call, sentence, monkeypa
     def read(**wrong):
         call = given._replace(**wrong)
         monkeypatch.setattr(checks, "on_host", lambda x: not any(x is y for _, y in call.tensors()))
-        cache_checks.check_lengths(call)
+        checks.check_lengths(call)
 
     read()
     refusals.check(call, sentence, {**globals(), "read": read})

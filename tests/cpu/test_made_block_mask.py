@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_attn import Traits, attention, block_mask, lookup
-from cute_attn.api import outside_graphs
+from cute_attn.api import in_graphs
 from cute_attn.compiler.registry import Unsupported
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.host import block_masks, mask_kinds
@@ -369,7 +369,7 @@ def test_inside_torch_compile():
         mask = block_mask(lambda b, h, q, k: twice[q] == twice[k], None, None, 390, 390, device="cpu")
         return mask.kv_indices + 1, mask.full_kv_num_blocks
 
-    assert callable(outside_graphs.made_block_mask)
+    assert callable(in_graphs.made_block_mask)
     compiled = torch.compile(lists, backend="aot_eager")(DOCUMENT)
     for x, y in zip(compiled, lists(DOCUMENT), strict=True):
         assert torch.equal(x, y)

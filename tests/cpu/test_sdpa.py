@@ -17,7 +17,7 @@ from cute_attn.compiler import registry
 from cute_attn.host import doors
 from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
-from cute_attn.sdpa import calls, operators, overrides, plans, slower
+from cute_attn.sdpa import calls, operators, overrides, slower
 from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
 from tests import machine, processes, refusals
@@ -242,7 +242,7 @@ def test_whose_masks_are_drawn_here(backend):
 
 def test_a_capture_decides_no_backward(monkeypatch):
     """A forward before a CUDA graph, under rng="torch", and its backward inside."""
-    monkeypatch.setattr(plans, "_generator", lambda device: machine.Generator(5, 0))
+    monkeypatch.setattr(operators, "_generator", lambda device: machine.Generator(5, 0))
     q = randn(1, 2, 8, 16, dtype=BF16)
     options = Options(rng="torch", unsupported="error")
     out, lse, *_, seed, offset, _ = operators.flash_forward(options, q, q, q, 0.5)
@@ -385,9 +385,9 @@ def test_packed_rows(of_torch, on_cpu):
 @with_pages
 @pytest.mark.parametrize("target", ["sm90", "sm80"])
 def test_one_split_promises_the_same_bits(target, on_cpu, monkeypatch):
-    made, translated = [], plans.translated
+    made, translated = [], operators.translated
     monkeypatch.setattr(calls, "target_of", lambda device: target)
-    monkeypatch.setattr(plans, "translated", lambda *given: made.append(translated(*given)) or made[-1])
+    monkeypatch.setattr(operators, "translated", lambda *given: made.append(translated(*given)) or made[-1])
     q = randn(16, 4, 16, dtype=torch.float16)
     run = functools.partial(aten._flash_attention_forward, q, q, q, CU, CU, 11, 11, 0.0, True, False)
     run()
@@ -458,7 +458,7 @@ def test_what_saves_tensors_keeps_whose_a_mask_is(backend, how, on_cpu):
 
 def test_rng_torch_takes_and_advances_torchs_generator(monkeypatch):
     generator = machine.Generator(2**64 - 5, 12)
-    monkeypatch.setattr(plans, "_generator", lambda device: generator)
+    monkeypatch.setattr(operators, "_generator", lambda device: generator)
     options = Options(rng="torch")
     q, k = randn(2, 3, 5, 16, dtype=BF16), randn(2, 3, 7, 16, dtype=BF16)
     *_, state, _, _ = operators.flash_forward(options, q, k, k, 0.5)

@@ -17,7 +17,7 @@ from cute_attn.host import plans as known
 from cute_attn.host.backward import NOTHING
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.record import Record, Recording
-from cute_attn.sdpa import operators, plans
+from cute_attn.sdpa import operators
 from cute_attn.sdpa.operators import Options
 from cute_attn.sdpa.overrides import Override
 from tests import machine, tensors
@@ -55,7 +55,7 @@ class Launchers:
         self.written, self.launches, self.later = [], 0, []
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
         monkeypatch.setattr(record, "_empty_strided_cuda", None)
-        monkeypatch.setattr(plans, "runs_kernels", lambda q: True)
+        monkeypatch.setattr(operators, "runs_kernels", lambda q: True)
         machine.device(monkeypatch, schedule=tvm_ffi.convert((machine.COUNTERS, 132)), target="sm90")
         machine.kernels(monkeypatch, self.kernel, prepared)
         machine.poison(monkeypatch)
@@ -147,7 +147,7 @@ def same(ours, theirs):
 def with_reference(function, *arguments):
     """What the operator returns where no kernel runs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "runs_kernels", lambda q: False)
+        patch.setattr(operators, "runs_kernels", lambda q: False)
         known.forget()
         found = function(OPTIONS, *arguments)
     known.forget()
@@ -235,7 +235,7 @@ def test_what_kernels_cannot_read_or_write_is_copied(launchers):
 def test_strides_of_dimensions_of_size_1_cost_no_copy(launchers):
     q, k, v = (randn(1, 2, n, 16, seed=n).as_strided((1, 2, n, 16), (3, n * 16, 16, 1)) for n in (5, 7, 7))
     same(operators.flash_forward(OPTIONS, q, k, v), with_reference(operators.flash_forward, q, k, v))
-    read = plans._readable(q)
+    read = operators._readable(q)
     assert read.data_ptr() == q.data_ptr() and read.stride() == (0, 80, 16, 1)
 
 
@@ -283,7 +283,7 @@ def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
         arguments = (*inputs_of(seed), *bias)
         found.append(in_turn(name, *arguments))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plans, "runs_kernels", lambda q: False)
+            patch.setattr(operators, "runs_kernels", lambda q: False)
             machine.forget_plans(patch)
             wanted.append(in_turn(name, *arguments))
     for ours, theirs in zip(found, wanted, strict=True):
@@ -305,7 +305,7 @@ def test_dimensions_of_size_1_are_not_exchanged(heads, heads_kv, rows, order, mo
         saved = (outputs[0], q, k, v, *outputs[:2], None, None, rows, 11, 0.0, False, outputs[6], outputs[7])
         grads = serve(operators.flash_backward, *saved)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plans, "runs_kernels", lambda q: False)
+            patch.setattr(operators, "runs_kernels", lambda q: False)
             machine.forget_plans(patch)
             same(outputs[:1], operators.flash_forward(OPTIONS, q, k, v)[:1])
             same(grads, operators.flash_backward(OPTIONS, *saved))

@@ -105,9 +105,9 @@ def test_sinks_join_once(dtype):
 
 def launched(problem: Problem, arch: str, q: torch.Tensor | None) -> torch.Tensor | None:
     """Append by the kernel of ``arch``, and the rotated copy of q."""
-    params = problem.append()
+    params = problem.append()._replace(cu_seqlens_q=problem.cu_q, mask=problem.case.mask)
     rotated = None if q is None else torch.full_like(q, math.nan)
-    arguments, rows = append.kernel_arguments(params, q, rotated, problem.cu_q, bool(problem.case.mask))
+    arguments, rows = append.kernel_arguments(params, q, rotated)
     assert rows
     target = compiler.default_target("sm80")
     function, *ordered = compiler.compile(append.traits_of(params, arch, q), None, target).bind(**arguments)

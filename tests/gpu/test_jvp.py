@@ -13,8 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_attn import attention, flex
 from cute_attn.compiler import registry
-from cute_attn.kernels.limits import MAX_DUAL_COLUMNS
-from cute_attn.traits import Traits
+from cute_attn.traits import MAX_DUAL_COLUMNS, Traits
 from tests.cases import BY_NAME, CASES
 from tests.checks import check
 from tests.problem import Case, Problem

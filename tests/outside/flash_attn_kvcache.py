@@ -29,7 +29,6 @@ from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.api.merge import merge_attention
 from cute_attn.flash_attn import flash_attn_3
-from cute_attn.host.head_dims import whole_head_dim
 
 _MAX_MERGED_DIM = 256
 
@@ -133,15 +132,6 @@ def _fa4_window(window_size: Any, causal: bool) -> tuple[int | None, int | None]
     return left, right
 
 
-def _cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: Any) -> Any:
-    """``attention_with_kvcache``, on copies of caches whose rows are no multiple of 16 bytes."""
-    head_dim, head_dim_v = q.shape[-1], v_cache.shape[-1]
-    if options.get("softmax_scale") is None:
-        options["softmax_scale"] = head_dim**-0.5
-    out, *others = attention_with_kvcache(*map(whole_head_dim, (q, k_cache, v_cache)), **options)
-    return (out[..., :head_dim_v], *others)
-
-
 def _packed(
     tensors: tuple[Tensor, Tensor, Tensor],
     cu_seqlens: tuple[Tensor | None, Tensor | None],
@@ -154,8 +144,7 @@ def _packed(
     if options.get("softmax_scale") is None:
         options = options | {"softmax_scale": q.shape[-1] ** -0.5}
     if all(x is None for x in (*cu_seqlens, *seqused)):
-        out, lse = attention(*map(whole_head_dim, tensors), return_lse=True, **options)
-        return out[..., : v.shape[-1]], lse
+        return attention(*tensors, return_lse=True, **options)
     batched = q.dim() == 4
     batch, rows = q.shape[:2] if batched else (0, 0)
     starts, flat = [], []
@@ -166,7 +155,7 @@ def _packed(
             cu = cu if each else torch.zeros(count + 1, dtype=torch.int32, device=x.device)
         starts.append(cu)
     for x in (q, k, v):
-        flat.append(whole_head_dim(x.flatten(0, 1) if x.dim() == 4 else x))
+        flat.append(x.flatten(0, 1) if x.dim() == 4 else x)
     most = [
         n if n is not None else (x.shape[1] if x.dim() == 4 else x.shape[0])
         for x, n in zip((q, k), longest, strict=True)
@@ -174,7 +163,6 @@ def _packed(
     out, lse = attention_varlen(
         *flat, *starts, *most, seqused_q=seqused[0], seqused_k=seqused[1], return_lse=True, **options
     )
-    out = out[..., : v.shape[-1]]
     if batched:
         out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1)
     return out, lse
@@ -256,7 +244,7 @@ def _fa4_varlen(
     if page_table is not None or (is_cache and (seqused_k is not None or num_splits != 1)):
         options |= {"num_splits": num_splits} if seqlen_k_per_split is None else {"same_bits": True}
         lengths = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-        out, lse = _cached(
+        out, lse = attention_with_kvcache(
             q, k, v, cache_seqlens=seqused_k, page_table=page_table, return_lse=True, **lengths, **options
         )
         return out, lse

@@ -40,10 +40,10 @@ from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.storage import ForwardParams, SharedMemory
 from cute_attn.kernels.jvp_sm80.heuristics import TABLE, keys
-from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
+from cute_attn.kernels.limits import beyond
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import JvpSm80Tile
-from cute_attn.traits import Traits
+from cute_attn.traits import MAX_DUAL_COLUMNS, Traits
 from cute_attn.work.query_tiles import QueryTile
 
 

@@ -43,12 +43,12 @@ from cute_attn.kernels.forward_sm90.storage import (
     make_fragments,
 )
 from cute_attn.kernels.jvp_sm90.heuristics import TABLE, keys
-from cute_attn.kernels.limits import MAX_DUAL_COLUMNS, beyond
+from cute_attn.kernels.limits import beyond
 from cute_attn.outputs.lse import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.tiles import JvpSm90Tile
-from cute_attn.traits import Traits
+from cute_attn.traits import MAX_DUAL_COLUMNS, Traits
 from cute_attn.work.query_tiles import QueryTile
 
 
