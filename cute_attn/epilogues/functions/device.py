@@ -16,7 +16,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 from cute_attn.device.math import LARGEST, LOG2_E, exp2, fabs, fma, log2, reciprocal, tanh_base2
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KEY, LONG, QUERY, Node, ordered
-from cute_attn.epilogues.functions.lowering import bounds, varies
+from cute_attn.epilogues.functions.lowering import varies
+from cute_attn.epilogues.functions.operations import bounds
 
 TYPES: dict[str, Any] = {BOOL: Boolean, INT: Int32, LONG: Int64, FLOAT: Float32}
 ELEMENTS: dict[str, Any] = {

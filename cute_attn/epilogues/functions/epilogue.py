@@ -41,7 +41,8 @@ from cute_attn.epilogues.functions.graph import (
     ordered,
     with_heads_of_rows,
 )
-from cute_attn.epilogues.functions.lowering import Lowered, Term, bounds, lower, varies
+from cute_attn.epilogues.functions.lowering import Lowered, Term, lower, varies
+from cute_attn.epilogues.functions.operations import bounds
 from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import TRACED, register_traced

@@ -18,7 +18,8 @@ from torch import Tensor
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read, digest_of
 from cute_attn.epilogues.functions.graph import Node
-from cute_attn.epilogues.functions.lowering import ELEMENT, lower
+from cute_attn.epilogues.functions.lowering import lower
+from cute_attn.epilogues.functions.operations import ELEMENT
 from cute_attn.epilogues.functions.reads import Reads
 from cute_attn.epilogues.functions.trace import LOADED, SIGNATURES, check_function, trace_with_arguments
 from cute_attn.epilogues.inputs import ScoreInputs
