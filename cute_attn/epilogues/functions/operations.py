@@ -1,4 +1,4 @@
-"""The pointwise operations of a graph: a row for each, with all but its device code, which :mod:`.device_operations` has.
+"""The pointwise operations of a graph, a row for each; their device code is in :mod:`.device_operations`.
 
 A new operation is a row here and a row there. Imports no compiler.
 """
@@ -13,8 +13,8 @@ import torch
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, WIDTHS, Graph, Node, ordered
 
 NUMBERS, INTEGERS, COMPARED, FLOATS, ROUNDED = "numbers", "integers", "compared", "floats", "rounded"
-"""Operands that a trace accepts and converts: two numbers of one type, with a result of that type; two integers or bools;
-two numbers, for a bool; a number as a float, or with its sign; a float, while integers are unchanged."""
+"""Operands that a trace accepts: two numbers of one type, also the result's; two integers or bools; two numbers, for a
+bool; one number, converted to a float unless only its sign changes; one float, while integers are unchanged."""
 
 Bounds = tuple[float, float]
 """Minimum and maximum of an integer."""
@@ -29,7 +29,7 @@ class Operation(NamedTuple):
         torch: its meaning: a function of tensors.
         takes: a kind of operands, for the operations that torch has under this name or under ``names``. "": the trace
             makes it otherwise.
-        slope: the derivative, from a :class:`_Derivative`, the node, its operands and their derivatives; None for steps.
+        slope: the derivative, from a :class:`_Derivative`, the node, its operands and their derivatives; None if 0.
         bounds: bounds of an integer result before it wraps, from the operands' bounds; None if unknown.
         names: torch's other names.
         of_bools: the operation on two bools; "" if torch refuses them, None if they are integers.
@@ -301,7 +301,9 @@ def _function(
     def rule(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
         return d.mul(da, slope(d.graph, x, a))
 
-    return Operation(meaning, FLOATS, rule, None, names, numbers=False, is_finite=is_finite, is_approximate=True)
+    return Operation(
+        meaning, FLOATS, rule, None, names, numbers=False, is_finite=is_finite, is_approximate=True
+    )
 
 
 def _rounding(meaning: Callable, *names: str) -> Operation:
@@ -360,9 +362,7 @@ OPERATIONS: dict[str, Operation] = {
     "neg": Operation(
         operator.neg, FLOATS, lambda d, x, a, da: d.neg(da), lambda a: (-a[1], -a[0]), names=("negative",)
     ),
-    "abs": Operation(
-        abs, FLOATS, _abs, lambda a: (max(a[0], -a[1], 0), _largest(a)), names=("absolute",)
-    ),
+    "abs": Operation(abs, FLOATS, _abs, lambda a: (max(a[0], -a[1], 0), _largest(a)), names=("absolute",)),
     "minimum": Operation(
         torch.minimum, NUMBERS, _extreme("lt", "gt"), _lower, names=("min",), of_bools="and", numbers=False
     ),
@@ -372,20 +372,24 @@ OPERATIONS: dict[str, Operation] = {
     "clamp_min": Operation(
         lambda x, least: torch.clamp(x, min=least), "", _clamp("ge"), _higher, numbers=False
     ),
-    "clamp_max": Operation(
-        lambda x, most: torch.clamp(x, max=most), "", _clamp("le"), _lower, numbers=False
-    ),
-    "and": Operation(operator.and_, INTEGERS, bounds=_and_bounds, names=("bitwise_and",)),
-    "or": Operation(operator.or_, INTEGERS, bounds=_bits_bounds, names=("bitwise_or",)),
-    "xor": Operation(operator.xor, INTEGERS, bounds=_bits_bounds, names=("bitwise_xor",)),
+    "clamp_max": Operation(lambda x, most: torch.clamp(x, max=most), "", _clamp("le"), _lower, numbers=False),
+    "and": Operation(operator.and_, INTEGERS, bounds=_and_bounds, names=("bitwise_and",), of_bools="and"),
+    "or": Operation(operator.or_, INTEGERS, bounds=_bits_bounds, names=("bitwise_or",), of_bools="or"),
+    "xor": Operation(operator.xor, INTEGERS, bounds=_bits_bounds, names=("bitwise_xor",), of_bools="xor"),
     "shl": Operation(
-        operator.lshift, INTEGERS, bounds=_shl_bounds, names=("lshift", "bitwise_left_shift"), is_finite=False
+        operator.lshift,
+        INTEGERS,
+        bounds=_shl_bounds,
+        names=("lshift", "bitwise_left_shift"),
+        of_bools=None,
+        is_finite=False,
     ),
     "shr": Operation(
         operator.rshift,
         INTEGERS,
         bounds=lambda a, b: (min(a[0], 0), max(a[1], 0)) if b[0] >= 0 else _ANY,
         names=("rshift", "bitwise_right_shift"),
+        of_bools=None,
         is_finite=False,
     ),
     "not": Operation(torch.bitwise_not, bounds=lambda a: (-a[1] - 1, -a[0] - 1), numbers=False),
@@ -408,9 +412,7 @@ OPERATIONS: dict[str, Operation] = {
     "log": _function(torch.log, lambda g, x, a: _over(g, 1.0, a), is_finite=False),
     "log2": _function(torch.log2, lambda g, x, a: _over(g, 1 / math.log(2), a), is_finite=False),
     "sqrt": _function(torch.sqrt, lambda g, x, a: _over(g, 0.5, x), is_finite=False),
-    "rsqrt": _function(
-        torch.rsqrt, lambda g, x, a: g.binary("div", _times(g, x, -0.5), a), is_finite=False
-    ),
+    "rsqrt": _function(torch.rsqrt, lambda g, x, a: g.binary("div", _times(g, x, -0.5), a), is_finite=False),
     "tanh": _function(torch.tanh, lambda g, x, a: _one_minus(g, g.binary("mul", x, x))),
     "sigmoid": _function(torch.sigmoid, lambda g, x, a: g.binary("mul", x, _one_minus(g, x)), "expit"),
     "sin": _function(torch.sin, lambda g, x, a: g.unary("cos", a)),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.epilogues.functions.trace import KNOWN_NAMES
+from cute_attn.epilogues.functions.torch_functions import KNOWN_NAMES
 
 _ATTRIBUTES = KNOWN_NAMES | {"append", "extend", "items", "keys", "values", "get", "index", "count"}
 """Names in torch and math, and methods of lists and dicts; if tracing changes a list or dict, no trace is kept."""

@@ -21,7 +21,8 @@ from cute_attn.epilogues.functions.graph import Node
 from cute_attn.epilogues.functions.lowering import lower
 from cute_attn.epilogues.functions.operations import ELEMENT
 from cute_attn.epilogues.functions.reads import Reads
-from cute_attn.epilogues.functions.trace import LOADED, SIGNATURES, check_function, trace_with_arguments
+from cute_attn.epilogues.functions.symbols import LOADED
+from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace_with_arguments
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import check_name, register_function
 
