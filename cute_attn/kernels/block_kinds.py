@@ -4,7 +4,7 @@
 
 The mask is a traced ``mask_mod``. Most blocks are classified without evaluating the mask on each element. Values that
 depend only on the query, such as its document, are computed for a block's queries and reduced to a minimum and maximum;
-likewise for keys. These bounds give bounds of the predicate (``epilogues.functions.device_operations``): the block is seen
+likewise for keys. These bounds give bounds of the predicate (``functions.device_operations``): the block is seen
 entirely, not at all, or has to be evaluated. A causal mask evaluates the blocks on the diagonal, a document mask the
 blocks in which a document ends. A warp evaluates a block, distant rows first, until it finds a seen and a hidden key.
 

@@ -12,9 +12,9 @@ import torch
 
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, WIDTHS, Graph, Node, ordered
 
-NUMBERS, INTEGERS, COMPARED, FLOATS, ROUNDED = "numbers", "integers", "compared", "floats", "rounded"
-"""Operands that a trace accepts: two numbers of one type, also the result's; two integers or bools; two numbers, for a
-bool; one number, converted to a float unless only its sign changes; one float, while integers are unchanged."""
+NUMBERS, COMPARED, FLOATS, ROUNDED = "numbers", "compared", "floats", "rounded"
+"""Operands: two numbers of one type, also the result's; two numbers, for a bool; one number, as a float unless only its
+sign changes; one float, while integers are unchanged. Torch itself refuses those that it does not take."""
 
 Bounds = tuple[float, float]
 """Minimum and maximum of an integer."""
@@ -27,12 +27,10 @@ class Operation(NamedTuple):
 
     Attributes:
         torch: its meaning: a function of tensors.
-        takes: a kind of operands, for the operations that torch has under this name or under ``names``. "": the trace
-            makes it otherwise.
+        takes: the operands of torch's function of this name; "" if :mod:`.torch_functions` makes the node otherwise.
         slope: the derivative, from a :class:`_Derivative`, the node, its operands and their derivatives; None if 0.
         bounds: bounds of an integer result before it wraps, from the operands' bounds; None if unknown.
-        names: torch's other names.
-        of_bools: the operation on two bools; "" if torch refuses them, None if they are integers.
+        of_bools: the operation on two bools; "" if they are integers.
         numbers: True if ``torch`` accepts Python's numbers next to tensors.
         is_step: True if the result may depend on an operand's last digit, if a float is cast to an integer.
         is_finite: True if the result is finite for finite operands.
@@ -43,8 +41,7 @@ class Operation(NamedTuple):
     takes: str = ""
     slope: SlopeRule | None = None
     bounds: BoundsRule | None = None
-    names: tuple[str, ...] = ()
-    of_bools: str | None = ""
+    of_bools: str = ""
     numbers: bool = True
     is_step: bool = False
     is_finite: bool = True
@@ -110,6 +107,22 @@ class _Derivative:
             return None
         zero = self.graph.const(0.0)
         return self.graph.where(condition, zero if a is None else a, zero if b is None else b)
+
+
+def _add(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
+    return d.add(da, db)
+
+
+def _sub(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
+    return d.add(da, d.neg(db))
+
+
+def _mul(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
+    return d.add(d.mul(da, b), d.mul(db, a))
+
+
+def _where(d: _Derivative, x: Node, c: Node, a: Node, b: Node, dc: Any, da: Any, db: Any) -> Node | None:
+    return d.where(c, da, db)
 
 
 def _where_seen(d: _Derivative, x: Node, c: Node, a: Node, b: Node, dc: Any, da: Any, db: Any) -> Node | None:
@@ -243,6 +256,14 @@ def _largest(*xs: Bounds) -> float:
     return max(abs(end) for x in xs for end in x)
 
 
+def _added(a: Bounds, b: Bounds) -> Bounds:
+    return (a[0] + b[0], a[1] + b[1])
+
+
+def _subtracted(a: Bounds, b: Bounds) -> Bounds:
+    return (a[0] - b[1], a[1] - b[0])
+
+
 def _lower(a: Bounds, b: Bounds) -> Bounds:
     return (min(a[0], b[0]), min(a[1], b[1]))
 
@@ -278,6 +299,10 @@ def _shl_bounds(a: Bounds, b: Bounds) -> Bounds:
     return _corners(lambda x, y: x * 2**y)(a, b) if within(b, (0, 63)) else _ANY
 
 
+def _shr_bounds(a: Bounds, b: Bounds) -> Bounds:
+    return (min(a[0], 0), max(a[1], 0)) if b[0] >= 0 else _ANY
+
+
 # ---- the rows ----
 
 
@@ -287,6 +312,10 @@ def _dividend(a: Any, b: Any) -> Any:
     return torch.full_like(b, a) if is_float and not isinstance(a, torch.Tensor) else a
 
 
+def _modulo(a: Any, b: Any) -> Any:
+    return _dividend(a, b) % b
+
+
 def _floor_divided(a: Any, b: Any) -> Any:
     """a // b, with a derivative of 0."""
     a = _dividend(a, b)
@@ -294,119 +323,49 @@ def _floor_divided(a: Any, b: Any) -> Any:
 
 
 def _function(
-    meaning: Callable, slope: Callable[[Graph, Node, Node], Node], *names: str, is_finite: bool = True
+    meaning: Callable, slope: Callable[[Graph, Node, Node], Node], is_finite: bool = True
 ) -> Operation:
     """A function of a float. slope: its derivative, from (graph, value, operand)."""
 
     def rule(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
         return d.mul(da, slope(d.graph, x, a))
 
-    return Operation(
-        meaning, FLOATS, rule, None, names, numbers=False, is_finite=is_finite, is_approximate=True
-    )
-
-
-def _rounding(meaning: Callable, *names: str) -> Operation:
-    return Operation(meaning, ROUNDED, names=names, numbers=False, is_step=True)
-
-
-def _comparison(meaning: Callable, name: str = "") -> Operation:
-    return Operation(meaning, COMPARED, names=(name,) if name else (), is_step=True)
+    return Operation(meaning, FLOATS, rule, numbers=False, is_finite=is_finite, is_approximate=True)
 
 
 OPERATIONS: dict[str, Operation] = {
-    "add": Operation(
-        operator.add,
-        NUMBERS,
-        lambda d, x, a, b, da, db: d.add(da, db),
-        lambda a, b: (a[0] + b[0], a[1] + b[1]),
-        of_bools="or",
-    ),
-    "sub": Operation(
-        operator.sub,
-        NUMBERS,
-        lambda d, x, a, b, da, db: d.add(da, d.neg(db)),
-        lambda a, b: (a[0] - b[1], a[1] - b[0]),
-        names=("subtract",),
-    ),
-    "mul": Operation(
-        operator.mul,
-        NUMBERS,
-        lambda d, x, a, b, da, db: d.add(d.mul(da, b), d.mul(db, a)),
-        _corners(operator.mul),
-        names=("multiply",),
-        of_bools="and",
-    ),
+    "add": Operation(operator.add, NUMBERS, _add, _added, "or"),
+    "sub": Operation(operator.sub, NUMBERS, _sub, _subtracted),
+    "mul": Operation(operator.mul, NUMBERS, _mul, _corners(operator.mul), "and"),
     "div": Operation(operator.truediv, "", _div, is_finite=False),
-    "floordiv": Operation(
-        _floor_divided,
-        NUMBERS,
-        bounds=_floordiv_bounds,
-        names=("floor_divide",),
-        of_bools=None,
-        is_step=True,
-        is_finite=False,
-    ),
-    "mod": Operation(
-        lambda a, b: _dividend(a, b) % b,
-        NUMBERS,
-        _remainder("floor"),
-        _mod_bounds,
-        names=("remainder",),
-        of_bools=None,
-        is_step=True,
-        is_finite=False,
-    ),
+    "floordiv": Operation(_floor_divided, NUMBERS, None, _floordiv_bounds, is_step=True, is_finite=False),
+    "mod": Operation(_modulo, NUMBERS, _remainder("floor"), _mod_bounds, is_step=True, is_finite=False),
     "fmod": Operation(torch.fmod, "", _remainder("trunc"), numbers=False, is_step=True),
     "pow": Operation(operator.pow, "", _pow, is_finite=False, is_approximate=True),
-    "neg": Operation(
-        operator.neg, FLOATS, lambda d, x, a, da: d.neg(da), lambda a: (-a[1], -a[0]), names=("negative",)
-    ),
-    "abs": Operation(abs, FLOATS, _abs, lambda a: (max(a[0], -a[1], 0), _largest(a)), names=("absolute",)),
-    "minimum": Operation(
-        torch.minimum, NUMBERS, _extreme("lt", "gt"), _lower, names=("min",), of_bools="and", numbers=False
-    ),
-    "maximum": Operation(
-        torch.maximum, NUMBERS, _extreme("gt", "lt"), _higher, names=("max",), of_bools="or", numbers=False
-    ),
-    "clamp_min": Operation(
-        lambda x, least: torch.clamp(x, min=least), "", _clamp("ge"), _higher, numbers=False
-    ),
-    "clamp_max": Operation(lambda x, most: torch.clamp(x, max=most), "", _clamp("le"), _lower, numbers=False),
-    "and": Operation(operator.and_, INTEGERS, bounds=_and_bounds, names=("bitwise_and",), of_bools="and"),
-    "or": Operation(operator.or_, INTEGERS, bounds=_bits_bounds, names=("bitwise_or",), of_bools="or"),
-    "xor": Operation(operator.xor, INTEGERS, bounds=_bits_bounds, names=("bitwise_xor",), of_bools="xor"),
-    "shl": Operation(
-        operator.lshift,
-        INTEGERS,
-        bounds=_shl_bounds,
-        names=("lshift", "bitwise_left_shift"),
-        of_bools=None,
-        is_finite=False,
-    ),
-    "shr": Operation(
-        operator.rshift,
-        INTEGERS,
-        bounds=lambda a, b: (min(a[0], 0), max(a[1], 0)) if b[0] >= 0 else _ANY,
-        names=("rshift", "bitwise_right_shift"),
-        of_bools=None,
-        is_finite=False,
-    ),
-    "not": Operation(torch.bitwise_not, bounds=lambda a: (-a[1] - 1, -a[0] - 1), numbers=False),
-    "lt": _comparison(operator.lt, "less"),
-    "le": _comparison(operator.le, "less_equal"),
-    "gt": _comparison(operator.gt, "greater"),
-    "ge": _comparison(operator.ge, "greater_equal"),
-    "eq": _comparison(operator.eq),
-    "ne": _comparison(operator.ne, "not_equal"),
-    "where": Operation(
-        torch.where,
-        slope=lambda d, x, c, a, b, dc, da, db: d.where(c, da, db),
-        bounds=lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1])),
-    ),
-    "cast": Operation(torch.Tensor.to, slope=lambda d, x, a, da: da, bounds=lambda a: a, is_step=True),
+    "neg": Operation(operator.neg, FLOATS, lambda d, x, a, da: d.neg(da), lambda a: (-a[1], -a[0])),
+    "abs": Operation(abs, FLOATS, _abs, lambda a: (max(a[0], -a[1], 0), _largest(a))),
+    "minimum": Operation(torch.minimum, NUMBERS, _extreme("lt", "gt"), _lower, "and", numbers=False),
+    "maximum": Operation(torch.maximum, NUMBERS, _extreme("gt", "lt"), _higher, "or", numbers=False),
+    "clamp_min": Operation(lambda x, y: torch.clamp(x, min=y), "", _clamp("ge"), _higher, numbers=False),
+    "clamp_max": Operation(lambda x, y: torch.clamp(x, max=y), "", _clamp("le"), _lower, numbers=False),
+    "and": Operation(operator.and_, NUMBERS, None, _and_bounds, "and"),
+    "or": Operation(operator.or_, NUMBERS, None, _bits_bounds, "or"),
+    "xor": Operation(operator.xor, NUMBERS, None, _bits_bounds, "xor"),
+    "not": Operation(torch.bitwise_not, "", None, lambda a: (-a[1] - 1, -a[0] - 1), numbers=False),
+    "shl": Operation(operator.lshift, NUMBERS, None, _shl_bounds, is_finite=False),
+    "shr": Operation(operator.rshift, NUMBERS, None, _shr_bounds, is_finite=False),
+    **{
+        name: Operation(getattr(operator, name), COMPARED, is_step=True)
+        for name in ("lt", "le", "gt", "ge", "eq", "ne")
+    },
+    "where": Operation(torch.where, "", _where, lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1]))),
+    "cast": Operation(torch.Tensor.to, "", lambda d, x, a, da: da, lambda a: a, is_step=True),
     "detach": Operation(torch.detach, numbers=False),
     "signbit": Operation(torch.signbit, numbers=False, is_finite=False),
+    **{
+        name: Operation(getattr(torch, name), ROUNDED, numbers=False, is_step=True)
+        for name in ("floor", "ceil", "trunc", "round")
+    },
     "exp": _function(torch.exp, lambda g, x, a: x, is_finite=False),
     "exp2": _function(torch.exp2, lambda g, x, a: _times(g, x, math.log(2)), is_finite=False),
     "log": _function(torch.log, lambda g, x, a: _over(g, 1.0, a), is_finite=False),
@@ -414,18 +373,12 @@ OPERATIONS: dict[str, Operation] = {
     "sqrt": _function(torch.sqrt, lambda g, x, a: _over(g, 0.5, x), is_finite=False),
     "rsqrt": _function(torch.rsqrt, lambda g, x, a: g.binary("div", _times(g, x, -0.5), a), is_finite=False),
     "tanh": _function(torch.tanh, lambda g, x, a: _one_minus(g, g.binary("mul", x, x))),
-    "sigmoid": _function(torch.sigmoid, lambda g, x, a: g.binary("mul", x, _one_minus(g, x)), "expit"),
+    "sigmoid": _function(torch.sigmoid, lambda g, x, a: g.binary("mul", x, _one_minus(g, x))),
     "sin": _function(torch.sin, lambda g, x, a: g.unary("cos", a)),
     "cos": _function(torch.cos, lambda g, x, a: g.unary("neg", g.unary("sin", a))),
-    "atan": _function(
-        torch.atan, lambda g, x, a: _over(g, 1.0, _one_plus(g, g.binary("mul", a, a))), "arctan"
-    ),
+    "atan": _function(torch.atan, lambda g, x, a: _over(g, 1.0, _one_plus(g, g.binary("mul", a, a)))),
     "erf": _function(torch.erf, lambda g, x, a: _times(g, _bell(g, a), 2 / math.sqrt(math.pi))),
     "expm1": _function(torch.expm1, lambda g, x, a: _one_plus(g, x), is_finite=False),
     "log1p": _function(torch.log1p, lambda g, x, a: _over(g, 1.0, _one_plus(g, a)), is_finite=False),
-    "floor": _rounding(torch.floor),
-    "ceil": _rounding(torch.ceil),
-    "trunc": _rounding(torch.trunc, "fix"),
-    "round": _rounding(torch.round),
 }
 """The operations by the names of nodes."""

@@ -96,6 +96,10 @@ class Argument(Row):
 
     def extent(self, name: str, dim: int | None = None) -> Any:
         """The argument's ``shape``, ``size`` or ``numel``. ``len`` is refused: Python requires it to be an int."""
+        if name in ("stride", "is_contiguous"):
+            return self.recorder.refuse(
+                f"uses {name} of an argument, which calls may have of other strides", "its elements"
+            )
         made = self.recorder.graph.make
         axes = (axis for axis, one in enumerate(self.places) if one is None)
         sizes = tuple(self.recorder.symbol(made("extent", INT, (), (self.number, axis))) for axis in axes)

@@ -15,7 +15,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from cute_attn.epilogues.functions.composed import COMPOSED
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, LONG, Graph, Node
-from cute_attn.epilogues.functions.operations import COMPARED, FLOATS, INTEGERS, OPERATIONS, ROUNDED
+from cute_attn.epilogues.functions.operations import COMPARED, FLOATS, OPERATIONS, ROUNDED
 from cute_attn.epilogues.functions.symbols import LOADED, Argument, Symbol, dtype_name
 
 if TYPE_CHECKING:
@@ -138,13 +138,9 @@ def _of_row(op: str) -> Make:
         a, b = t.node(input), t.node(other)
         if row.takes == COMPARED:
             return t.graph.compare(op, a, b)
-        if row.takes == INTEGERS and FLOAT in (a.kind, b.kind):
-            raise Refused
-        if row.of_bools is None or not a.kind == b.kind == BOOL:
-            return t.graph.binary(op, a, b)
-        if not row.of_bools:
-            raise Refused
-        return t.graph.binary(row.of_bools, a, b, BOOL)
+        if row.of_bools and a.kind == b.kind == BOOL:
+            return t.graph.binary(row.of_bools, a, b, BOOL)
+        return t.graph.binary(op, a, b)
 
     return of_one if row.takes in (FLOATS, ROUNDED) else of_two
 
@@ -239,8 +235,6 @@ def _clamp(t: "Recorder", input: Any, min: Any = None, max: Any = None) -> Node:
 
 def _invert(t: "Recorder", input: Any) -> Node:
     x = t.node(input)
-    if x.kind == FLOAT:
-        raise Refused
     return t.graph.make("not", x.kind, (x,))
 
 
@@ -294,10 +288,8 @@ def typed(t: "Recorder", number: Node, dtype: torch.dtype | None) -> Node:
 
 
 def _signbit(t: "Recorder", input: Any) -> Node:
-    x = t.node(input)
-    return (
-        t.graph.make("signbit", BOOL, (x,)) if x.kind == FLOAT else t.graph.compare("lt", x, t.graph.const(0))
-    )
+    g, x = t.graph, t.node(input)
+    return g.make("signbit", BOOL, (x,)) if x.kind == FLOAT else g.compare("lt", x, g.const(0))
 
 
 _MOST_BOUNDARIES = 64
@@ -383,7 +375,16 @@ _CASTS = {
     "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "long": torch.int64,
     "bool": torch.bool,
 }  # fmt: skip
-_ROWS = {name: _of_row(op) for op, row in OPERATIONS.items() if row.takes for name in (op, *row.names)}
+_OTHER_NAMES = {
+    "subtract": "sub", "multiply": "mul", "floor_divide": "floordiv", "remainder": "mod", "negative": "neg",
+    "absolute": "abs", "min": "minimum", "max": "maximum", "bitwise_and": "and", "bitwise_or": "or",
+    "bitwise_xor": "xor", "lshift": "shl", "bitwise_left_shift": "shl", "rshift": "shr", "bitwise_right_shift": "shr",
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne", "expit": "sigmoid",
+    "arctan": "atan", "fix": "trunc",
+}  # fmt: skip
+"""torch's other names -> names of operations in the table."""
+_ROWS = {op: _of_row(op) for op, row in OPERATIONS.items() if row.takes}
+_ROWS |= {name: _ROWS[op] for name, op in _OTHER_NAMES.items()}
 MAKES: dict[str, Make] = {
     **{name: lambda t, *args, of=of, **options: of(*args, **options) for name, of in COMPOSED.items()},
     **_ROWS,

@@ -54,6 +54,8 @@ class Trace:
     tensors: captured tensors, as numbered by the graph's loads; for functions with arguments, the arguments in order.
     reads: see :class:`Recorder`.
     sources: for each tensor that is a view, the tensor that it is a view of; else None.
+    unites: for a mask with lists of blocks, True if lists of query blocks are unions over several heads; else None.
+    partial: replaces such a mask in listed blocks that need one. It captures the same tensors except the first.
     """
 
     graph: Graph
@@ -61,6 +63,8 @@ class Trace:
     tensors: tuple[Any, ...]
     reads: str = ""
     sources: tuple[Tensor | None, ...] = ()
+    unites: bool | None = None
+    partial: "Trace | None" = None
 
 
 def kind_of(function: Callable) -> str:
@@ -104,7 +108,7 @@ def trace(
         ValueError: a function reads an element of an empty tensor.
     """
     recorder = Recorder(device or torch.device("cpu"), dtype)
-    recorder.applied = applied or _applied
+    recorder.applied = applied or operator.call
     return _renumbered(recorder, _output(recorder, score_mod, mask_mod))
 
 
@@ -171,10 +175,6 @@ Applied = Callable[..., Tensor]
 """Maps (function, tensor, further arguments) to the function's result, which is a view or another tensor."""
 
 
-def _applied(function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
-    return function(tensor, *args)
-
-
 class Recorder(TorchFunctionMode):
     """Records one trace. As a mode it also sees operations on real tensors, such as ``table[h, q - k]``.
 
@@ -190,7 +190,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.graph, self.device, self.dtype = Graph(), device, dtype
         self.what = self.reads = ""
-        self.applied: Applied = _applied
+        self.applied: Applied = operator.call
         self.line: Place | None = None
         self._is_open = False
         self._refusal: TypeError | None = None
@@ -212,7 +212,10 @@ class Recorder(TorchFunctionMode):
         try:
             with self:
                 inputs = [self.symbol(self.graph.input(name)) for name in SIGNATURES[what]]
-                output = self._returned(function(*inputs, *self.arguments))
+                found = function(*inputs, *self.arguments)
+                if isinstance(found, Symbol) and found.rank:
+                    self.refuse(f"returned a value of shape {tuple(found.shape)}", "one of no dimensions")
+                output = self.node(found, "returned")
         except Exception as error:
             # Python's operators replace a TypeError by another one.
             raise error if self._refusal is None else self._refusal from None
@@ -221,11 +224,6 @@ class Recorder(TorchFunctionMode):
         if self._refusal is not None and self._is_refused:  # the function caught it, and did something else
             raise self._refusal
         return output
-
-    def _returned(self, x: Any) -> Node:
-        if isinstance(x, Symbol) and x.rank:
-            self.refuse(f"returned a value of shape {tuple(x.shape)}", "one of no dimensions")
-        return self.node(x, "returned")
 
     def _check_arguments(self, function: Any) -> None:
         wanted = (*SIGNATURES[self.what], *(f"argument {i + 1}" for i in range(len(self.arguments))))
@@ -357,7 +355,10 @@ class Recorder(TorchFunctionMode):
         if name == "__getitem__" and not isinstance(args[0], Symbol):
             return self.lookup(*args)
         if name in of_torch.METADATA:
-            return self._metadata(name, func, args, kwargs)
+            if isinstance(first, Argument) and name in of_torch.SIZES:
+                return first.extent(name, *args[1:], **kwargs)
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
         if name in ("__repr__", "__format__"):
             return f"<traced {self.node(args[0]).kind}>"
         if name in of_torch.VALUES:
@@ -369,7 +370,9 @@ class Recorder(TorchFunctionMode):
         made = of_torch.MAKES.get(name[:-1]) if named else of_torch.made_by(func)
         in_place = named or bool(kwargs.get("inplace"))
         is_known = made is not None and (not named or func is getattr(Tensor, name))
-        if in_place and not (is_known and self._is_writable(first)):
+        # A value may change in place if no other value has its memory, and gradients are not off.
+        is_writable = isinstance(first, Symbol) and not first.has_alias and self._has_gradients is not False
+        if in_place and not (is_known and is_writable):
             self.refuse(f"changes a value in place by {name}")
         if name in of_torch.VIEWS and isinstance(first, Symbol):
             return self._view(name, func, args, kwargs)
@@ -394,9 +397,12 @@ class Recorder(TorchFunctionMode):
         else:
             rank = max(map(rank_of, (*args, *kwargs.values())))
         if in_place:
-            return self._written(first, node, name)
+            self._write(first, node, name)
         dtype = self._check_with_torch(name, func, args, kwargs)
-        node = self._of_dtype(node, dtype)
+        if in_place:
+            return first
+        if dtype and node.kind == FLOAT and node.op != "const" and self.dtype_of(node) != dtype:
+            node = self.graph.cast(node, FLOAT, dtype_name(dtype))  # what replaces it may promote otherwise
         detaches = name in ("detach", "data")
         if name in of_torch.ALIASES and isinstance(first, Symbol) and not _copies(args, kwargs):
             if node is first.node or (first.own_dtype == dtype and not detaches):
@@ -413,12 +419,6 @@ class Recorder(TorchFunctionMode):
         if isinstance(found, str):
             self.refuse(f"uses {name}, which torch refuses: {found}", "operands that torch takes")
         return found
-
-    def _of_dtype(self, node: Node, dtype: torch.dtype | None) -> Node:
-        """A float in the dtype of torch's result: the operations that replace torch's may promote differently."""
-        if dtype is None or node.kind != FLOAT or node.op == "const" or self.dtype_of(node) == dtype:
-            return node
-        return self.graph.cast(node, FLOAT, dtype_name(dtype))
 
     def _view(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> "Symbol":
         """A traced value as a tensor of one element with other dimensions."""
@@ -461,28 +461,12 @@ class Recorder(TorchFunctionMode):
     def _differentiable(self, node: Node) -> Node:
         return node if self._has_gradients is not False else self.graph.detached(node)
 
-    def _is_writable(self, x: Any) -> bool:
-        """True for a traced value that may change in place: no other value has its memory; gradients are not off."""
-        return isinstance(x, Symbol) and not x.has_alias and self._has_gradients is not False
-
-    def _written(self, x: "Symbol", node: Node, name: str) -> "Symbol":
-        """x, changed in place to the value of ``node``; it keeps its dtype, as in torch."""
+    def _write(self, x: "Symbol", node: Node, name: str) -> None:
+        """Change x in place to the value of ``node``; it keeps its dtype, as in torch."""
         if KINDS.index(node.kind) > KINDS.index(x.node.kind) and (node.kind, x.node.kind) != (LONG, INT):
             was, new = _THE_KINDS[x.node.kind], _THE_KINDS[node.kind]
             self.refuse(f"writes {new} in place of {was} by {name}", "results of the value's own dtype")
         x.node, x.made = self.graph.cast(node, x.node.kind, x.node.dtype), None
-        return x
-
-    def _metadata(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Metadata of a traced value, from its tensor object; the sizes of an argument are traced values instead."""
-        if isinstance(args[0], Argument) and name in of_torch.SIZES:
-            if name in ("stride", "is_contiguous"):
-                self.refuse(
-                    f"uses {name} of an argument, which calls may have of other strides", "its elements"
-                )
-            return args[0].extent(name, *args[1:], **kwargs)
-        with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
 
     def refuse(self, what: str, accepted: str = ACCEPTED, *, as_torch: bool = False) -> Any:
         """Raise TypeError. as_torch: torch raises TypeError too, such as for ``x == None``, and Python catches it."""
