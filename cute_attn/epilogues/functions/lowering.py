@@ -84,11 +84,6 @@ class Lowered:
     unbounded: bool
     terms: tuple[Term, ...] = ()
 
-    @property
-    def keeps_slope(self) -> bool:
-        """True if the slope varies with the score, so that the forward keeps it for the backward."""
-        return self.slope is not None and bool(self.slope.node.depends_on & SCORE)
-
 
 def varies(node: Node) -> bool:
     """True if a value is computed for each element, not once per row, column or work tile."""
@@ -193,7 +188,6 @@ class _Lowering:
         self.graph, self.quotients = graph, _quotients(output)
         self.acc = graph.make("acc", FLOAT, depends_on=SCORE)
         self.inverse = graph.make("inverse", FLOAT)
-        self._known: dict[Node, Node] = {}
         self._bounds: dict[Node, Bounds] = {}
 
     @functools.cached_property
@@ -201,15 +195,9 @@ class _Lowering:
         """The score's node. It is made when it is first read, so that its place is the line that reads it."""
         return self.mul(self.acc, self.graph.make("unit", FLOAT))
 
+    @_once
     def of(self, node: Node) -> Node:
         """The node's value, not scaled like the tile."""
-        found = self._known.get(node)
-        if found is None:
-            with self.graph.at(node.place):
-                found = self._known[node] = self._lowered(node)
-        return found
-
-    def _lowered(self, node: Node) -> Node:
         operands = self._branches(*node.args) if node.op == "where" and node.kind == FLOAT else node.args
         g, args = self.graph, [self.of(arg) for arg in operands]
         if node.op == "score":
@@ -347,10 +335,8 @@ class _Lowering:
 
     def _integer(self, node: Node, args: list[Node]) -> Node:
         """An integer as torch computes it, wrapped to its dtype: in 32 bits if they can hold it, else in 64."""
-        g, dtype = (
-            self.graph,
-            RANGES[node.dtype or "int64"],
-        )  # a bool as a number, which does not affect promotion
+        # A bool as a number does not affect promotion.
+        g, dtype = self.graph, RANGES[node.dtype or "int64"]
         if node.op == "cast" and args[0].kind in (INT, LONG) and within(self.bounds(node.args[0]), dtype):
             return g.cast(args[0], node.kind if args[0].kind == INT or node.dtype != "int64" else LONG)
         exact = exact_bounds(node, [self.bounds(arg) for arg in node.args if arg.kind != FLOAT])
