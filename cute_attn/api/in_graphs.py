@@ -12,6 +12,7 @@ graphs. Importing this module loads torch's compiler.
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from cute_attn.api import operators
 from cute_attn.api.block_tables import block_tables
 from cute_attn.epilogues.functions.known import (
-    held_block_mask_epilogue_of,
     held_epilogue_of,
     hold,
     with_texts,
@@ -235,7 +235,8 @@ def _traced(nodes: Nodes, stand_in: str, functions: list[Program]) -> tuple[str,
         both = (by_name.get("score_mod"), by_name.get("mask_mod"))
         return held_epilogue_of(trace(*both, device, dtype, nodes.applied))
     traced, *partial = (trace(None, one, device, applied=nodes.applied) for one in functions)
-    return held_block_mask_epilogue_of(traced, partial[0] if partial else None, stand_in == _UNITED)
+    own = partial[0] if partial else None
+    return held_epilogue_of(replace(traced, partial=own, unites=stand_in == _UNITED))
 
 
 def _noted_functions(name: str, given: Sequence[Any]) -> list[str]:

@@ -67,15 +67,12 @@ class Bias(Epilogue):
     name = "bias"
 
     def fake_args(self) -> tuple:
+        return (self._fake(), self._fake(), Int32(0)) if self.gradient else (self._fake(),)
+
+    def _fake(self) -> cute.Tensor:
         shape = tuple(cute.sym_int() for _ in range(4))
         stride = (*(cute.sym_int64() for _ in range(3)), 1)
-        bias = make_fake_tensor(self._dtype, shape, stride=stride, assumed_align=self._dtype.width // 8)
-        if not self.gradient:
-            return (bias,)
-        shape = tuple(cute.sym_int() for _ in range(4))
-        stride = (*(cute.sym_int64() for _ in range(3)), 1)
-        grad = make_fake_tensor(self._dtype, shape, stride=stride, assumed_align=self._dtype.width // 8)
-        return (bias, grad, Int32(0))
+        return make_fake_tensor(self._dtype, shape, stride=stride, assumed_align=self._dtype.width // 8)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         if not self.gradient:

@@ -126,20 +126,8 @@ class RowTangents:
                 o[r, c] = found
                 dot[r, c] = dot[r, c] * factor - shift * found
 
-    def finish(
-        self, r: int, softmax: OnlineSoftmax, row_sum: Float32, total: Float32, lse: Float32, has_sinks: bool
-    ) -> tuple[Float32, Float32]:
-        """(lse_dot, lse_dot - center) of row r; lse_dot is 0 if the row has seen no key.
-
-        Args:
-            row_sum, total: sums reduced over the lanes of the row.
-            lse: the row's LSE, including its sink.
-            has_sinks: True if the row's LSE includes a sink.
-        """
-        return self._finish(r, softmax, row_sum, total, lse, has_sinks)
-
     @cute.jit
-    def _finish(
+    def finish(
         self,
         r: Constexpr,
         softmax: OnlineSoftmax,
@@ -148,6 +136,13 @@ class RowTangents:
         lse: Float32,
         has_sinks: Constexpr,
     ):
+        """(lse_dot, lse_dot - center) of row r; lse_dot is 0 if the row has seen no key.
+
+        Args:
+            row_sum, total: sums reduced over the lanes of the row.
+            lse: the row's LSE, including its sink.
+            has_sinks: True if the row's LSE includes a sink.
+        """
         lse_dot = Float32(0.0)
         if row_sum != 0.0:
             lse_dot = fma(total, reciprocal(row_sum), self.center[r])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from cute_attn import compiler
-from cute_attn.epilogues.functions.known import block_mask_epilogue_of
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.host import memory, record
 from cute_attn.host.checks import check_count
 from cute_attn.host.dispatch import beyond_transforms
@@ -58,7 +58,7 @@ def epilogue_of_block_mask(
     if not all(sizes):
         return "", ()
     function, partial, unites = functions_of(block_mask, made.kinds, *sizes)
-    name, tensors = block_mask_epilogue_of(function, partial, unites, q.device)
+    name, tensors = epilogue_of(None, function, q.device, unites=unites, partial=partial)
     key, versions = (*sizes, *map(id, starts)), _versions(starts)
     known = made.lists.get(key)
     if known is None or known.versions != versions:
@@ -76,7 +76,7 @@ def check_block_mask(block_mask: Any) -> None:
 
 
 def functions_of(block_mask: BlockMask, kinds: Tensor, *sizes: int) -> tuple[Callable, Callable | None, bool]:
-    """A mask's arguments for :func:`cute_attn.epilogues.functions.known.block_mask_epilogue_of`."""
+    """A mask's function, ``partial`` and ``unites`` for :func:`cute_attn.epilogues.functions.known.epilogue_of`."""
     _, _, nheads, _, nheads_kv = sizes
     mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)

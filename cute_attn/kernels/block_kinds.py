@@ -4,7 +4,7 @@
 
 The mask is a traced ``mask_mod``. Most blocks are classified without evaluating the mask on each element. Values that
 depend only on the query, such as its document, are computed for a block's queries and reduced to a minimum and maximum;
-likewise for keys. These bounds give bounds of the predicate (``epilogues.functions.intervals``): the block is seen
+likewise for keys. These bounds give bounds of the predicate (``functions.device_operations``): the block is seen
 entirely, not at all, or has to be evaluated. A causal mask evaluates the blocks on the diagonal, a document mask the
 blocks in which a document ends. A warp evaluates a block, distant rows first, until it finds a seen and a hidden key.
 
@@ -24,8 +24,8 @@ from cutlass import Boolean, Constexpr, Int32, Int64, Uint8, cute, memory
 
 from cute_attn.device import warp
 from cute_attn.epilogues.functions.blocks import BlockPredicate, Extremes, MaskState, kept_type
+from cute_attn.epilogues.functions.device_operations import Interval
 from cute_attn.epilogues.functions.graph import Graph
-from cute_attn.epilogues.functions.intervals import Interval
 from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.kernels import fakes

@@ -11,7 +11,7 @@ from cute_attn import attention, reference, score_mod
 from cute_attn.api import operators
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.functions.gradients import one_copy
-from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.block_masks import epilogue_of_block_mask
 from cute_attn.host.call import ATTENTION, NUM_TENSORS
@@ -90,7 +90,7 @@ def test_what_masks_and_indices_read_has_a_gradient_of_zeros(masks):
         return weights[b, k] > 0.3
 
     if masks == "blocks":
-        name, tensors = block_mask_epilogue_of(seen, None, False, torch.device("cpu"))
+        name, tensors = epilogue_of(None, seen, torch.device("cpu"), unites=False)
         tensors = (*tensors, *(torch.zeros(1, 1, 1, 1).int() for _ in range(4)))
     elif masks == "mask":
         name, tensors = epilogue_of(None, seen)

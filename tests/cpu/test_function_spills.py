@@ -13,7 +13,7 @@ import torch
 
 from cute_attn import Traits, compile
 from cute_attn.compiler import registry
-from cute_attn.epilogues.functions.known import block_mask_epilogue_of, epilogue_of
+from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.names import user_epilogue
 from tests.cpu.test_documents import ROOT, blocks
 from tests.cpu.test_examples import load
@@ -99,7 +99,7 @@ def images():
 
 
 def listed(mask_mod):
-    return block_mask_epilogue_of(mask_mod, None, False, torch.device("cpu"))[0]
+    return epilogue_of(None, mask_mod, torch.device("cpu"), unites=False)[0]
 
 
 def traced(score_mod, mask_mod=None):

@@ -7,9 +7,9 @@ from typing import Any
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.device import warp
-from cute_attn.epilogues.functions.device import Expressions, uniform_roots
+from cute_attn.epilogues.functions.device import Expressions, Intervals, uniform_roots
+from cute_attn.epilogues.functions.device_operations import Interval
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, LONG, QUERY, Node, ordered
-from cute_attn.epilogues.functions.intervals import Interval, Intervals
 from cute_attn.epilogues.functions.predicate import Predicate
 
 Values = Sequence[Any]

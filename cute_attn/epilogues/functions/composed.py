@@ -152,7 +152,10 @@ COMPOSED: dict[str, Callable[..., Tensor]] = {
     "tanhshrink": lambda input: input - torch.tanh(input),
     "softsign": lambda input: input / (1 + torch.abs(input)),
     "threshold": lambda input, threshold, value, inplace=False: torch.where(input > threshold, input, value),
+    "relu": lambda input, inplace=False: torch.where(input <= 0, 0, input),  # NaN stays NaN
     # functions of one operand
+    "square": lambda input: torch.pow(input, 2),
+    "reciprocal": lambda input: 1.0 / input,
     "frac": lambda input: input - torch.trunc(input),
     "tan": lambda input: torch.sin(input) / torch.cos(input),
     "asin": _of_floats(lambda input: torch.atan(input / torch.sqrt((1 - input) * (1 + input)))),

@@ -5,7 +5,6 @@ Python numbers do not affect promotion, and a 16-bit result is rounded. Torch's 
 since results of a call do not depend on it.
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,37 +13,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, Node, ordered
-
-_NUMBERS: dict[str, Callable[..., Any]] = {
-    **{op: getattr(operator, op) for op in ("add", "sub", "mul", "xor", "neg", "pow")},
-    "div": operator.truediv,
-    "floordiv": lambda a, b: _floor_divided(_dividend(a, b), b),
-    "mod": lambda a, b: _dividend(a, b) % b,
-    "and": operator.and_,
-    "or": operator.or_,
-    "shl": operator.lshift,
-    "shr": operator.rshift,
-    "abs": abs,
-    "where": torch.where,
-    **{name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
-}
-"""Operations that accept Python's numbers next to tensors."""
-_TENSORS: dict[str, Callable[..., Tensor]] = {
-    "clamp_min": lambda x, least: torch.clamp(x, min=least),
-    "clamp_max": lambda x, most: torch.clamp(x, max=most),
-    "detach": torch.detach,
-    "not": torch.bitwise_not,
-    "fmod": torch.fmod,
-    **{name: getattr(torch, name) for name in ("minimum", "maximum", "exp", "exp2", "log", "log2", "sqrt")},
-    **{
-        name: getattr(torch, name)
-        for name in ("rsqrt", "tanh", "sigmoid", "sin", "cos", "floor", "ceil", "trunc", "round")
-    },
-    **{name: getattr(torch, name) for name in ("atan", "erf", "expm1", "log1p", "signbit")},
-}
-_STEPS = frozenset((
-    "floor", "ceil", "trunc", "round", "signbit", "lt", "le", "gt", "ge", "eq", "ne", "floordiv", "mod", "fmod",
-))  # fmt: skip
+from cute_attn.epilogues.functions.operations import OPERATIONS
 
 Value = Tensor | bool | int | float
 
@@ -109,7 +78,7 @@ def evaluate(
         elif node.op == "load":
             value = precision.of(_element(tensors[node.value], args, scores.device))
         else:
-            if node.op in _STEPS:
+            if OPERATIONS[node.op].is_step:
                 args[0] = precision.before_step(args[0])
             value = precision.of(_computed(node, args, scores.device))
         values[node] = reached.only(value)
@@ -128,16 +97,6 @@ def _tensor(x: Value, device: torch.device, dtype: torch.dtype | None = None) ->
     if dtype is None:
         dtype = torch.bool if isinstance(x, bool) else torch.int64 if isinstance(x, int) else torch.float32
     return torch.full((1, 1, 1, 1), x, dtype=dtype, device=device)
-
-
-def _dividend(a: Value, b: Value) -> Value:
-    """A number as a tensor if a float tensor divides it: torch differentiates only the remainder of tensors."""
-    return torch.full_like(b, a) if _is_float(b) and not isinstance(a, Tensor) else a  # type: ignore[arg-type]
-
-
-def _floor_divided(a: Value, b: Value) -> Value:
-    """a // b, with a derivative of 0."""
-    return torch.div(a, b, rounding_mode="floor") if isinstance(a, Tensor) else a // b
 
 
 def _element(table: Tensor | float, index: Sequence[Value], device: torch.device) -> Value:
@@ -176,15 +135,16 @@ def _computed(node: Node, args: list[Value], device: torch.device) -> Value:
         own = [_tensor(x, device, torch.float32) for x in own]
     elif node.op in ("sub", "neg") and any(isinstance(x, Tensor) and x.dtype == torch.bool for x in own):
         own = [x.long() if isinstance(x, Tensor) and x.dtype == torch.bool else x for x in own]
-    if node.op in _TENSORS:
+    row = OPERATIONS[node.op]
+    if not row.numbers:
         typed = [x for x in own if isinstance(x, Tensor)] or [_tensor(own[0], device)]
         own = [
             x if isinstance(x, Tensor) else _tensor(x, device, torch.result_type(typed[0], x)) for x in own
         ]
-        return _TENSORS[node.op](*own)
+        return row.torch(*own)
     if node.op == "where":
         own = [_tensor(args[0], device), *own]
-    return _NUMBERS[node.op](*own)
+    return row.torch(*own)
 
 
 class _Reached:

@@ -1,4 +1,4 @@
-"""A lowered graph as CuTe DSL expressions on a score tile in registers."""
+"""A lowered graph as CuTe DSL expressions: its values on a score tile in registers, or their bounds over a block."""
 
 import contextlib
 import itertools
@@ -8,15 +8,22 @@ from typing import Any
 import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint8, cute
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith
 from cutlass._mlir_helpers.op import loc_transform
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 
-from cute_attn.device.math import LARGEST, LOG2_E, exp2, fabs, fma, log2, reciprocal, tanh_base2
 from cute_attn.device.score_tile import ScoreTile
+from cute_attn.epilogues.functions.device_operations import (
+    Interval,
+    all_of,
+    bounds_of,
+    known_if,
+    on_device,
+    point,
+)
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KEY, LONG, QUERY, Node, ordered
-from cute_attn.epilogues.functions.lowering import bounds, varies
+from cute_attn.epilogues.functions.lowering import varies
+from cute_attn.epilogues.functions.operations import bounds
 
 TYPES: dict[str, Any] = {BOOL: Boolean, INT: Int32, LONG: Int64, FLOAT: Float32}
 ELEMENTS: dict[str, Any] = {
@@ -24,8 +31,6 @@ ELEMENTS: dict[str, Any] = {
     "float16": Float16, "bfloat16": BFloat16, "float32": Float32, "float64": Float64,
 }  # fmt: skip
 """The DSL's types by the names of torch's dtypes."""
-
-
 NUMBERS: dict[str, Any] = {"int": Int32, "float": Float32}
 """Types of numbers that a launch passes, by Python's types."""
 
@@ -120,10 +125,7 @@ class Expressions:
         if node.op == "extent":
             number, axis = node.value
             return Int32(self.tensors[number].shape[axis])
-        if node.op == "cast":
-            return TYPES[node.kind](args[0])
-        op = {"distance": "sub", "order": node.value}.get(node.op, node.op)
-        return TYPES[node.kind](_OPERATIONS[op](*args))
+        return TYPES[node.kind](on_device(node).value(*args))
 
     def _load(self, node: Node, args: list) -> Any:
         tensor = self.tensors[node.value]
@@ -225,7 +227,7 @@ class Positions:
                 if x.op == "distance":
                     values[x] = self._distance(tile, r, c, TYPES[x.kind], x.args[0].op == "query")
                 elif x.op == "order":
-                    values[x] = _OPERATIONS[x.value](*self._ordered(tile, r, c))
+                    values[x] = on_device(x).value(*self._ordered(tile, r, c))
         return values
 
     def _kept(self, key: tuple, make: Callable[[], Any]) -> Any:
@@ -253,146 +255,29 @@ class Positions:
         return of_col, Int32(-tile.rows[r])
 
 
-# ---- operations ----
+class Intervals:
+    """Bounds of a graph's nodes.
 
+    known: bounds of varying nodes without operands; expressions: values of the nodes that do not vary.
+    """
 
-def _floor_divide(a: Any, b: Any) -> Any:
-    bits = _bits_of_power(b)
-    if bits is not None:
-        return arith.shrsi(a.ir_value(), type(a)(bits).ir_value())
-    return arith.floordivsi(a.ir_value(), b.ir_value())
+    def __init__(self, known: dict[Node, Interval], expressions: Expressions) -> None:
+        self.known, self.expressions = dict(known), expressions
 
+    def of(self, node: Node) -> Interval:
+        if node not in self.known:
+            self.known[node] = self._found(node)
+        return self.known[node]
 
-def _remainder(a: Any, b: Any) -> Any:
-    """The remainder with the divisor's sign, as in Python."""
-    if _bits_of_power(b) is not None:
-        return arith.andi(a.ir_value(), type(a)(b.value - 1).ir_value())
-    return a - b * type(a)(_floor_divide(a, b))
+    def _found(self, node: Node) -> Interval:
+        if not node.depends_on:
+            return point(node.kind, node.value if node.op == "const" else self.expressions.of(node))
+        args = [self.of(arg) for arg in node.args]
+        return self._element(node, args) if node.op == "load" else bounds_of(node, args)
 
-
-def _bits_of_power(x: Any) -> int | None:
-    """n if x is the constant 2**n, else None: a shift or an "and" then replaces a division of nine instructions."""
-    value = x.value
-    power = isinstance(value, int) and value > 0 and not value & (value - 1)
-    return value.bit_length() - 1 if power else None
-
-
-def _not(a: Any) -> Any:
-    return ~a if not isinstance(a, Boolean) else Boolean(arith.xori(a.ir_value(), Boolean(True).ir_value()))
-
-
-def _signbit(x: Float32) -> Boolean:
-    return Int32(arith.bitcast(Int32.mlir_type, x.ir_value())) < 0
-
-
-def _bits(op: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda a, b: op(a.ir_value(), b.ir_value())
-
-
-def quotient(a: Float32, b: Float32, inverse: Float32) -> Float32:
-    """a / b as torch rounds it. inverse: 1 / b, to 1 ulp."""
-    near = a * inverse
-    found = fma(fma(-near, b, a), inverse, near)
-    return cutlass.select_(found == found, found, near)  # NaN if a number or the quotient is infinite
-
-
-def _fmod(a: Float32, b: Float32, inverse: Float32) -> Float32:
-    """a - trunc(a / b) * b without rounding; each of two rounds takes 23 digits off a quotient below 2^46."""
-    size, divisor = fabs(a), fabs(b)
-    rest = size
-    for _ in range(2):
-        rest = fma(-cute.math.trunc(quotient(rest, divisor, fabs(inverse))), divisor, rest)
-    rest = cutlass.select_(rest < 0.0, rest + divisor, rest)
-    rest = cutlass.select_((divisor > LARGEST) & (size <= LARGEST), size, rest)
-    return cutlass.select_(a < 0.0, -rest, rest)
-
-
-def _is_opposite(rest: Float32, b: Float32) -> Boolean:
-    return cutlass.select_(b < 0.0, rest > 0.0, rest < 0.0)
-
-
-def remainder(a: Float32, b: Float32, inverse: Float32) -> Float32:
-    """a - floor(a / b) * b."""
-    rest = _fmod(a, b, inverse)
-    return cutlass.select_(_is_opposite(rest, b), rest + b, rest)
-
-
-def floor_quotient(a: Float32, b: Float32, inverse: Float32) -> Float32:
-    """floor(a / b), from the remainder as in torch."""
-    rest = _fmod(a, b, inverse)
-    whole = cute.math.roundeven(quotient(a - rest, b, inverse))
-    whole = cutlass.select_(_is_opposite(rest, b), whole - 1.0, whole)
-    return cutlass.select_(b == 0.0, a * inverse, whole)
-
-
-_TURN = 6.283185307179586
-_TURN_HIGH = 6.28125  # so few digits that its multiples are exact
-_TURN_LOW = _TURN - _TURN_HIGH
-
-
-def _reduced(x: Float32) -> Float32:
-    """x minus a multiple of 2 pi: the device's sine and cosine are exact only near 0."""
-    turns = cute.math.floor(x * (1.0 / _TURN) + 0.5)
-    return fma(turns, Float32(-_TURN_LOW), fma(turns, Float32(-_TURN_HIGH), x))
-
-
-_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-"""Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26: within 1.5e-7."""
-
-
-def _erf(x: Float32) -> Float32:
-    size = fabs(x)
-    t = reciprocal(fma(size, Float32(0.3275911), Float32(1.0)))
-    rest = Float32(_ERF[0])
-    for factor in _ERF[1:]:
-        rest = fma(rest, t, Float32(factor))
-    value = 1.0 - rest * t * exp2(size * size * -LOG2_E)
-    return cutlass.select_(x < 0.0, -value, value)
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a * reciprocal(b),
-    "quotient": quotient,
-    "floor_quotient": floor_quotient,
-    "remainder": remainder,
-    "fmod": _fmod,
-    "neg": lambda a: -a,
-    "abs": lambda a: fabs(a) if isinstance(a, Float32) else cutlass.max(a, -a),
-    "floordiv": _floor_divide,
-    "mod": _remainder,
-    "minimum": cutlass.min,
-    "maximum": cutlass.max,
-    "clamp_min": cutlass.max,
-    "clamp_max": cutlass.min,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "and": _bits(arith.andi),
-    "or": _bits(arith.ori),
-    "xor": _bits(arith.xori),
-    "not": _not,
-    "shl": _bits(arith.shli),
-    "shr": _bits(arith.shrsi),
-    "where": cutlass.select_,
-    "exp2": exp2,
-    "log2": log2,
-    "tanh2": tanh_base2,
-    "sigmoid2": lambda x: reciprocal(1.0 + exp2(x)),
-    "sqrt": lambda x: cute.math.sqrt(x, fastmath=True),
-    "rsqrt": lambda x: cute.math.rsqrt(x, fastmath=True),
-    "sin": lambda x: cute.math.sin(_reduced(x), fastmath=True),
-    "cos": lambda x: cute.math.cos(_reduced(x), fastmath=True),
-    "floor": cute.math.floor,
-    "ceil": cute.math.ceil,
-    "trunc": cute.math.trunc,
-    "round": cute.math.roundeven,
-    "erf": _erf,
-    "signbit": _signbit,
-    **{name: getattr(cute.math, name) for name in ("atan", "expm1", "log1p")},
-}
+    def _element(self, node: Node, indices: Sequence[Interval]) -> Interval:
+        """The interval of a captured tensor's element, known only if the whole block reads the same element."""
+        one = all_of(index.low == index.high for index in indices)
+        places = dict(zip(node.args, (index.low for index in indices), strict=True))
+        element = self.expressions.of(node, lambda x: places if x is node or x in places else {})
+        return known_if(one, node.kind, point(node.kind, element))

@@ -41,7 +41,8 @@ from cute_attn.epilogues.functions.graph import (
     ordered,
     with_heads_of_rows,
 )
-from cute_attn.epilogues.functions.lowering import Lowered, Term, bounds, lower, varies
+from cute_attn.epilogues.functions.lowering import Lowered, Term, lower, varies
+from cute_attn.epilogues.functions.operations import bounds
 from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import TRACED, register_traced
@@ -99,6 +100,9 @@ class FunctionState:
 class FunctionEpilogue(Epilogue):
     """A traced function: an object in place of an epilogue's class. It is freed when no call needs it.
 
+    A backward's epilogue may also add to the gradients of captured tensors. They are fp32 arguments after the tensors.
+    Their leading dimension counts copies; a CTA adds to one copy.
+
     Attributes:
         name: the name under which it is registered.
         graph, output: the trace.
@@ -107,6 +111,7 @@ class FunctionEpilogue(Epilogue):
         differentiates: True for kernels that compute derivatives. A forward needs no slopes, and stores no rows beyond
             sequences.
         heads_of_rows: True for kernels whose work tiles have several heads.
+        wanted: numbers of the captured tensors whose gradients the epilogue adds to.
         with_terms: wanted tensors -> the epilogue that also computes their gradients.
     """
 
@@ -117,6 +122,7 @@ class FunctionEpilogue(Epilogue):
     lowered: Lowered
     differentiates: bool = False
     heads_of_rows: bool = False
+    wanted: tuple[int, ...] = ()
     with_terms: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def of(self, traits: Traits) -> "FunctionEpilogue":  # type: ignore[override]
@@ -132,12 +138,19 @@ class FunctionEpilogue(Epilogue):
         return (found.name, found.wanted) if found is not None else (self.name, ())
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
-        """Loads per query or key, plus one for a long forward; in a backward plus two for a slope, or four if long."""
-        if backward:
-            derived = replace(self, differentiates=True)
-            long = _takes_long(*derived._all(), most=14)
-            return self._loads() + 2 * self.lowered.keeps_slope * (1 + long)
-        return self._loads() + _takes_long(self.lowered.forward, most=12)
+        """Loads per query or key, plus one for a long forward; in a backward plus two per kept slope, or four if long.
+
+        With gradients of tensors, plus two for sums, two if indices vary per score, two if they are slow to compute.
+        """
+        if not backward:
+            return self._loads() + _takes_long(self.lowered.forward, most=12)
+        derived = replace(self, differentiates=True)
+        kept = len(derived._kept)
+        if not self.wanted:
+            return self._loads() + 2 * kept * (1 + _takes_long(*derived._all(), most=14))
+        indices = [index for term in self.lowered.terms for index in term.indices]
+        spread, long = any(map(varies, indices)), _takes_long(*indices, most=14)
+        return self._loads() + 2 * (kept + 1 + spread + long)
 
     @property
     def reads_keys(self) -> bool:  # type: ignore[override]
@@ -176,7 +189,9 @@ class FunctionEpilogue(Epilogue):
         return [x.place for x in ordered(self.output) if x.place is not None]
 
     def fake_args(self) -> tuple:
-        return tuple(fake_tensor(*one) for one in self.captured)
+        ranks = (self.captured[number].rank for number in self.wanted)
+        gradients = (fake_tensor("float32", 1 + rank, True) for rank in ranks)
+        return (*(fake_tensor(*one) for one in self.captured), *gradients)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         return tuple(as_kernels_read(x) for x in inputs.extra.get(self.name, ()))
@@ -187,9 +202,18 @@ class FunctionEpilogue(Epilogue):
         return slope.node if slope is not None and self.differentiates else None
 
     def _all(self) -> tuple[Node, ...]:
-        return (self.lowered.forward,) if self._slope is None else (self.lowered.forward, self._slope)
+        slope = () if self._slope is None else (self._slope,)
+        terms = [x for term in self.lowered.terms for x in (*term.indices, term.slope.node)]
+        return (self.lowered.forward, *slope, *terms)
+
+    @property
+    def _kept(self) -> list[Node]:
+        """Slopes that vary with the score, which the forward keeps for the backward; the score's own slope is first."""
+        slopes = [self._slope, *(term.slope.node for term in self.lowered.terms)]
+        return list(dict.fromkeys(x for x in slopes if x is not None and x.depends_on & SCORE))
 
     def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
+        args, gradients = args[: len(self.captured)], args[len(self.captured) :]
         names = {
             "batch": context.batch,
             "head": context.head,
@@ -203,7 +227,17 @@ class FunctionEpilogue(Epilogue):
         state = FunctionState(args, rows, found, context.seqlen_q - 1, context.seqlen_k - 1)
         if self.heads_of_rows:
             state = replace(state, head=context.head, last_head=context.nheads - 1)
-        return state if context.first_key is None else replace(state, first_key=context.first_key)
+        if context.first_key is not None:
+            state = replace(state, first_key=context.first_key)
+        if not self.wanted:
+            return state
+        copies = zip(self.wanted, gradients, strict=True)
+        expressions = Expressions(
+            dict(zip(uniform_roots(*self._all()), found, strict=True)),
+            {number: of_this_cta(tensor) for number, tensor in copies},
+        )
+        targets = tuple(expressions.row((term.number, _first(term))) for term in self.lowered.terms)
+        return replace(state, targets=targets, scale=context.gradient_scale)
 
     def _over(
         self, state: FunctionState, tile: ScoreTile, outputs: Sequence[Node], write: Callable[..., None]
@@ -235,35 +269,65 @@ class FunctionEpilogue(Epilogue):
 
         run_if(last < max(tile.rows), hide)
 
-    def forward(self, state: FunctionState, tile: ScoreTile, loaded: tuple = ()) -> Any:
-        outputs = self._all() if self.lowered.keeps_slope else (self.lowered.forward,)
-        slopes: Any = ()
-        if len(outputs) > 1:
-            slopes = cute.make_rmem_tensor(cute.make_layout((len(tile.rows), len(tile.cols))), Float32)
+    def forward(self, state: FunctionState, tile: ScoreTile, loaded: tuple = ()) -> tuple:
+        shape = cute.make_layout((len(tile.rows), len(tile.cols)))
+        saved = tuple(cute.make_rmem_tensor(shape, Float32) for _ in self._kept)
 
-        def write(r: int, c: int, score: Float32, *slope: Float32) -> None:
+        def write(r: int, c: int, score: Float32, *slopes: Float32) -> None:
             tile.acc[r, c] = score
-            if slope:
-                slopes[r, c] = slope[0]
+            for own, slope in zip(saved, slopes, strict=True):
+                own[r, c] = slope
 
-        self._over(state, tile, outputs, write)
+        self._over(state, tile, (self.lowered.forward, *self._kept), write)
         self._finish(state, tile)
-        return slopes
+        return saved
 
-    def backward(self, state: FunctionState, tile: ScoreTile, saved: Any) -> None:
-        slope = self.lowered.slope
+    def backward(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
+        slope, kept = self.lowered.slope, dict(zip(self._kept, saved, strict=True))
         if slope is None:
             tile.registers().fill(0.0)
-        elif self.lowered.keeps_slope:
+        elif slope.node in kept:
             for r in range(len(tile.rows)):
                 for c in range(len(tile.cols)):
-                    tile.acc[r, c] = times_slope(tile.acc[r, c], saved[r, c], slope)
+                    tile.acc[r, c] = times_slope(tile.acc[r, c], kept[slope.node][r, c], slope)
         elif not slope.node.is_const(1.0):
 
             def write(r: int, c: int, factor: Float32) -> None:
                 tile.acc[r, c] = times_slope(tile.acc[r, c], factor, slope)
 
             self._over(state, tile, (slope.node,), write)
+
+    @property
+    def has_gradients(self) -> bool:
+        return bool(self.wanted)
+
+    def add_gradients(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
+        kept = dict(zip(self._kept, saved, strict=True))
+        for term, target in zip(self.lowered.terms, state.targets, strict=True):
+            self._add(state, tile, term, target, kept.get(term.slope.node))
+
+    def _add(self, state: FunctionState, tile: ScoreTile, term: Term, target: cute.Tensor, kept: Any) -> None:
+        """Add to a term's gradient. kept: the slopes that the forward kept, or None."""
+        indices = term.indices[len(_first(term)) :]
+        computed = (*indices, *((term.slope.node,) if kept is None else ()))
+
+        def elements(use: Callable[[Int32, Float32], None]) -> None:
+            sums: dict[tuple[int, ...], tuple[tuple[Any, ...], Float32]] = {}
+
+            def write(r: int, c: int, *values: Any) -> None:
+                exists = tile.row0 + tile.rows[r] <= state.last_q
+                exists = exists & (tile.col0 + tile.cols[c] <= state.last_k)
+                slope = values[-1] if kept is None else kept[r, c]
+                amount, at = amount_of(term, tile, (r, c), slope, exists), values[: len(indices)]
+                same = tuple(map(id, at))  # one value for a row, a column, a diagonal or all
+                sums[same] = (at, sums[same][1] + amount) if same in sums else (at, amount)
+
+            self._over(state, tile, computed, write)
+            for at, amount in sums.values():
+                use(offset_in(target, indices, at), amount)
+
+        spread = any(x.depends_on for x in indices)
+        add_elements(target.iterator, state.scale, elements, spread)
 
     def reference(self, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:  # type: ignore[override]
         return self.evaluated(scores, coords, inputs.extra.get(self.name, ()))
@@ -336,13 +400,18 @@ def _takes_long(*outputs: Node, most: int) -> bool:
     return sum(map(varies, ordered(*outputs))) > most
 
 
-def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> "GradientEpilogue | None":
+def _first(term: Term) -> tuple[Node, ...]:
+    """A term's leading indices that are uniform in a work tile; the last index is never included."""
+    return tuple(itertools.takewhile(lambda x: not x.depends_on, term.indices[:-1]))
+
+
+def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> FunctionEpilogue | None:
     lowered = lower(epilogue.graph, epilogue.output, wanted)
     wanted = tuple(number for number in wanted if any(term.number == number for term in lowered.terms))
     if not wanted:
         return None
     numbers = "_".join(map(str, wanted))
-    made = GradientEpilogue(
+    made = FunctionEpilogue(
         name=f"{TRACED}gradient_{numbers}_{epilogue.name}{epilogue.code_digest}",
         graph=epilogue.graph,
         output=epilogue.output,
@@ -353,125 +422,23 @@ def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> "Gra
     return register_traced(made)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class GradientEpilogue(FunctionEpilogue):
-    """A backward's epilogue that adds to the gradients of captured tensors.
-
-    The gradients are fp32 arguments after the tensors. Their leading dimension counts copies; a CTA adds to one copy.
-    """
-
-    wanted: tuple[int, ...]
-
-    def held(self, backward: bool) -> int:  # type: ignore[override]
-        """Loads, two per kept slope, two for sums, two if indices vary per score, two if they are slow to compute."""
-        indices = [index for term in self.lowered.terms for index in term.indices]
-        spread, long = any(map(varies, indices)), _takes_long(*indices, most=14)
-        return self._loads() + 2 * (len(replace(self, differentiates=True)._kept) + 1 + spread + long)
-
-    @classmethod
-    def check(cls, inputs: ScoreInputs) -> None:
-        """Do nothing: the forward has checked its arguments, and this package makes the other tensors."""
-
-    def fake_args(self) -> tuple:
-        ranks = (self.captured[number].rank for number in self.wanted)
-        return (*super().fake_args(), *(fake_tensor("float32", 1 + rank, True) for rank in ranks))
-
-    def host_args(self, inputs: ScoreInputs) -> tuple:
-        return tuple(as_kernels_read(x) for x in inputs.extra[self.name])
-
-    def _all(self) -> tuple[Node, ...]:
-        terms = [x for term in self.lowered.terms for x in (*term.indices, term.slope.node)]
-        return (*super()._all(), *terms)
-
-    @property
-    def _kept(self) -> list[Node]:
-        """Slopes that vary with the score, which the forward keeps for the backward; the score's own slope is first."""
-        slopes = [self._slope, *(term.slope.node for term in self.lowered.terms)]
-        return list(dict.fromkeys(x for x in slopes if x is not None and x.depends_on & SCORE))
-
-    def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
-        count = len(self.captured)
-        state = super().begin(args[:count], context)
-        values = dict(zip(uniform_roots(*self._all()), state.values, strict=True))
-        copies = zip(self.wanted, args[count:], strict=True)
-        expressions = Expressions(values, {number: of_this_cta(tensor) for number, tensor in copies})
-        targets = tuple(expressions.row((term.number, self._first(term))) for term in self.lowered.terms)
-        return replace(state, targets=targets, scale=context.gradient_scale)
-
-    @staticmethod
-    def _first(term: Term) -> tuple[Node, ...]:
-        """A term's leading indices that are uniform in a work tile; the last index is never included."""
-        return tuple(itertools.takewhile(lambda x: not x.depends_on, term.indices[:-1]))
-
-    def forward(self, state: FunctionState, tile: ScoreTile, loaded: tuple = ()) -> tuple:
-        shape = cute.make_layout((len(tile.rows), len(tile.cols)))
-        saved = tuple(cute.make_rmem_tensor(shape, Float32) for _ in self._kept)
-
-        def write(r: int, c: int, score: Float32, *slopes: Float32) -> None:
-            tile.acc[r, c] = score
-            for own, slope in zip(saved, slopes, strict=True):
-                own[r, c] = slope
-
-        self._over(state, tile, (self.lowered.forward, *self._kept), write)
-        self._finish(state, tile)
-        return saved
-
-    def add_gradients(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
-        kept = dict(zip(self._kept, saved, strict=True))
-        for term, target in zip(self.lowered.terms, state.targets, strict=True):
-            self._add(state, tile, term, target, kept.get(term.slope.node))
-
-    def backward(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
-        kept: dict[Node | None, Any] = dict(zip(self._kept, saved, strict=True))
-        super().backward(state, tile, kept.get(self._slope))
-
-    def _add(self, state: FunctionState, tile: ScoreTile, term: Term, target: cute.Tensor, kept: Any) -> None:
-        """Add to a term's gradient. kept: the slopes that the forward kept, or None."""
-        indices = term.indices[len(self._first(term)) :]
-        computed = (*indices, *((term.slope.node,) if kept is None else ()))
-
-        def elements(use: Callable[[Int32, Float32], None]) -> None:
-            sums: dict[tuple[int, ...], tuple[tuple[Any, ...], Float32]] = {}
-
-            def write(r: int, c: int, *values: Any) -> None:
-                exists = tile.row0 + tile.rows[r] <= state.last_q
-                exists = exists & (tile.col0 + tile.cols[c] <= state.last_k)
-                slope = values[-1] if kept is None else kept[r, c]
-                amount, at = amount_of(term, tile, (r, c), slope, exists), values[: len(indices)]
-                same = tuple(map(id, at))  # one value for a row, a column, a diagonal or all
-                sums[same] = (at, sums[same][1] + amount) if same in sums else (at, amount)
-
-            self._over(state, tile, computed, write)
-            for at, amount in sums.values():
-                use(offset_in(target, indices, at), amount)
-
-        spread = any(x.depends_on for x in indices)
-        add_elements(target.iterator, state.scale, elements, spread)
-
-
 def register_trace(traced: Trace) -> FunctionEpilogue:
     """Register a trace and return its epilogue. Traces with equal graphs have the same epilogue and kernels."""
-    return register_traced(FunctionEpilogue(**_fields(traced, "")))
-
-
-def register_block_mask(traced: Trace, partial: Trace | None, unites: bool) -> BlockMaskEpilogue:
-    """Like :func:`register_trace`, for a mask with lists. partial, unites: see :class:`BlockMaskEpilogue`."""
-    suffix = "_united" if unites else "_listed"
-    suffix += "" if partial is None else "_" + digest(partial.output, [])
-    lowered = None if partial is None else lower(partial.graph, partial.output)
-    made = BlockMaskEpilogue(**_fields(traced, suffix), partial=lowered, unites=unites)
-    return register_traced(made)
-
-
-def _fields(traced: Trace, suffix: str) -> dict[str, Any]:
     captured = tuple(Captured.of(x) for x in traced.tensors)
-    return {
-        "name": f"{TRACED}{digest_of(traced.output, captured)}{suffix}",
+    fields: dict[str, Any] = {
+        "name": f"{TRACED}{digest_of(traced.output, captured)}",
         "graph": traced.graph,
         "output": traced.output,
         "captured": captured,
         "lowered": lower(traced.graph, traced.output),
     }
+    if traced.unites is None:
+        return register_traced(FunctionEpilogue(**fields))
+    partial = traced.partial
+    fields["name"] += "_united" if traced.unites else "_listed"
+    fields["name"] += "" if partial is None else "_" + digest(partial.output, [])
+    lowered = None if partial is None else lower(partial.graph, partial.output)
+    return register_traced(BlockMaskEpilogue(**fields, partial=lowered, unites=traced.unites))
 
 
 def digest_of(output: Node, captured: Sequence[Captured]) -> str:

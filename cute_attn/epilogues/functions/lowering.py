@@ -24,34 +24,24 @@ from cute_attn.epilogues.functions.graph import (
     WIDTHS,
     Graph,
     Node,
-    derivative,
     ordered,
 )
+from cute_attn.epilogues.functions.operations import (
+    OPERATIONS,
+    RANGES,
+    Bounds,
+    bounds,
+    derivative,
+    exact_bounds,
+    within,
+)
 
-_BOUNDED = frozenset((
-    "acc", "batch", "head", "query", "key", "const", "extent", "unit", "inverse", "cast", "add", "sub", "mul", "neg",
-    "abs", "where", "minimum", "maximum", "clamp_min", "clamp_max", "and", "or", "xor", "not", "floor", "ceil", "trunc",
-    "lt", "le", "gt", "ge", "eq", "ne", "tanh2", "sigmoid2", "sin", "cos", "atan", "erf", "round", "distance", "order",
-    *("quotient", "floor_quotient", "remainder", "fmod"),
-))  # fmt: skip
-"""Operations that are finite for finite operands."""
-_STEPS = frozenset((
-    "floor", "ceil", "trunc", "round", "cast", "lt", "le", "gt", "ge", "eq", "ne", "floordiv", "mod", "fmod",
-))  # fmt: skip
-"""Operations whose result may depend on an operand's last digit, if a float is cast to an integer."""
 _QUOTIENTS = {"div": "quotient", "floordiv": "floor_quotient", "mod": "remainder", "fmod": "fmod"}
 """Operations of floats -> those of the device, on the operands and the divisor's reciprocal."""
-_APPROXIMATE = frozenset((
-    "score", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "atan", "erf", "expm1",
-    "log1p", "pow",
-))  # fmt: skip
-"""Values that kernels round otherwise than torch."""
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 """The comparison of b and a that is equal to a comparison of a and b."""
 _EXACT = 1 << 24
 """Integers up to this magnitude are exact in fp32; positions in sequences are assumed not to exceed it."""
-Bounds = tuple[float, float]
-"""Minimum and maximum of an integer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +84,6 @@ class Lowered:
     unbounded: bool
     terms: tuple[Term, ...] = ()
 
-    @property
-    def keeps_slope(self) -> bool:
-        """True if the slope varies with the score, so that the forward keeps it for the backward."""
-        return self.slope is not None and bool(self.slope.node.depends_on & SCORE)
-
 
 def varies(node: Node) -> bool:
     """True if a value is computed for each element, not once per row, column or work tile."""
@@ -131,9 +116,11 @@ def _quotients(output: Node) -> set[Node]:
     """Divisions that steps need as torch rounds them: 41 times fp32's 1 / 41 is less than 1."""
     nodes, approximate = ordered(output), set[Node]()
     for x in nodes:
-        if x.op in _APPROXIMATE or not approximate.isdisjoint(x.args):
+        row = OPERATIONS.get(x.op)
+        if x.op == "score" or (row and row.is_approximate) or not approximate.isdisjoint(x.args):
             approximate.add(x)
-    steps = [x for x in nodes if x.op in _STEPS and (x.op != "cast" or x.kind != FLOAT)]
+    rows = [(x, OPERATIONS[x.op]) for x in nodes if x.op in OPERATIONS]
+    steps = [x for x, row in rows if row.is_step and (x.op != "cast" or x.kind != FLOAT)]
     exact = [arg for x in steps for arg in x.args if arg not in approximate]
     return {x for x in ordered(*exact) if x.op == "div"}
 
@@ -169,10 +156,16 @@ def _makes_nan(x: Node, hides: bool) -> bool:
     if x.op == "const":
         return not math.isfinite(x.value) and not (hides and x.value < 0)
     if _is_computed(x):
-        return x.op not in _BOUNDED
+        return x.op == "load" or not _is_finite(x)
     inner = ordered(x) if x.kind == FLOAT and not x.depends_on else []
     by_head = any(y.op in ("batch", "head") for y in inner)  # else all scores are
-    return by_head and any(y.op != "load" and y.op not in _BOUNDED for y in inner)
+    return by_head and not all(map(_is_finite, inner))
+
+
+def _is_finite(x: Node) -> bool:
+    """True if an operation's result is finite for finite operands; so are loads of values that all scores read."""
+    row = OPERATIONS.get(x.op)
+    return row is None or row.is_finite
 
 
 def _once(method: Callable[[Any, Node], Any]) -> Callable[[Any, Node], Any]:
@@ -195,7 +188,6 @@ class _Lowering:
         self.graph, self.quotients = graph, _quotients(output)
         self.acc = graph.make("acc", FLOAT, depends_on=SCORE)
         self.inverse = graph.make("inverse", FLOAT)
-        self._known: dict[Node, Node] = {}
         self._bounds: dict[Node, Bounds] = {}
 
     @functools.cached_property
@@ -203,15 +195,9 @@ class _Lowering:
         """The score's node. It is made when it is first read, so that its place is the line that reads it."""
         return self.mul(self.acc, self.graph.make("unit", FLOAT))
 
+    @_once
     def of(self, node: Node) -> Node:
         """The node's value, not scaled like the tile."""
-        found = self._known.get(node)
-        if found is None:
-            with self.graph.at(node.place):
-                found = self._known[node] = self._lowered(node)
-        return found
-
-    def _lowered(self, node: Node) -> Node:
         operands = self._branches(*node.args) if node.op == "where" and node.kind == FLOAT else node.args
         g, args = self.graph, [self.of(arg) for arg in operands]
         if node.op == "score":
@@ -349,10 +335,8 @@ class _Lowering:
 
     def _integer(self, node: Node, args: list[Node]) -> Node:
         """An integer as torch computes it, wrapped to its dtype: in 32 bits if they can hold it, else in 64."""
-        g, dtype = (
-            self.graph,
-            RANGES[node.dtype or "int64"],
-        )  # a bool as a number, which does not affect promotion
+        # A bool as a number does not affect promotion.
+        g, dtype = self.graph, RANGES[node.dtype or "int64"]
         if node.op == "cast" and args[0].kind in (INT, LONG) and within(self.bounds(node.args[0]), dtype):
             return g.cast(args[0], node.kind if args[0].kind == INT or node.dtype != "int64" else LONG)
         exact = exact_bounds(node, [self.bounds(arg) for arg in node.args if arg.kind != FLOAT])
@@ -440,111 +424,3 @@ def _of_one_width(graph: Graph, args: Sequence[Node], least: str = INT) -> Seque
         kind = LONG if LONG in (least, *(x.kind for x in args)) else INT
         return [x if x.kind == kind else graph.cast(x, kind) for x in args]
     return args
-
-
-# ---- bounds of integers ----
-
-RANGES: dict[str, Bounds] = {
-    "uint8": (0, 2**8 - 1),
-    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
-}
-_POSITION, _SIZE, ELEMENT = 1 << 24, 1 << 30, 1 << 29
-"""Assumed bounds of positions, and of the dimensions and 32-bit elements of captured tensors: sums with positions fit
-in 32 bits, and products with positions are computed in 64."""
-
-
-def within(x: Bounds, of: Bounds) -> bool:
-    return of[0] <= x[0] and x[1] <= of[1]
-
-
-def bounds(node: Node, known: dict[Node, Bounds] | None = None) -> Bounds:
-    """Bounds of an integer, or of a predicate as one, traced or lowered."""
-    known = {} if known is None else known
-    if node.kind == BOOL:
-        return (0, 1)
-    if node not in known:
-        args = [bounds(arg, known) for arg in node.args if arg.kind != FLOAT]
-        exact, own = exact_bounds(node, args), RANGES[node.dtype or "int64"]
-        known[node] = exact if within(exact, own) else own
-    return known[node]
-
-
-def exact_bounds(node: Node, args: Sequence[Bounds]) -> Bounds:
-    """Bounds of a result before it is wrapped."""
-    if node.op == "const":
-        return (node.value, node.value)
-    if node.op in ("query", "key", "batch", "head"):
-        return (0, _POSITION)
-    if node.op == "extent":
-        return (0, _SIZE)
-    if node.op == "load" or not args:
-        dtype = node.dtype or "int32"
-        return (-ELEMENT, ELEMENT) if dtype == "int32" else RANGES[dtype]
-    if node.op == "cast" and node.dtype == "int64" and node.args[0].op == "load" and node.args[0].kind == INT:
-        return RANGES[node.args[0].dtype]  # a function that asks for 64 bits has large elements
-    rule = _BOUNDS.get(node.op)
-    return (-math.inf, math.inf) if rule is None else rule(*args)
-
-
-def _corners(op: Callable[[float, float], float]) -> Callable[[Bounds, Bounds], Bounds]:
-    def rule(a: Bounds, b: Bounds) -> Bounds:
-        found = [op(x, y) for x in a for y in b]
-        return (min(found), max(found))
-
-    return rule
-
-
-def _largest(*xs: Bounds) -> float:
-    return max(abs(end) for x in xs for end in x)
-
-
-def _mod_bounds(a: Bounds, b: Bounds) -> Bounds:
-    if b[0] > 0:
-        return (0, min(b[1] - 1, a[1]) if a[0] >= 0 else b[1] - 1)
-    return (1 - _largest(b), _largest(b) - 1)
-
-
-def _bits_bounds(a: Bounds, b: Bounds) -> Bounds:
-    """Bounds of or and xor: they set no bit above the operands', except the sign."""
-    most = 2 ** int(_largest(a, b)).bit_length() - 1
-    return (0 if min(a[0], b[0]) >= 0 else -most - 1, most)
-
-
-def _and_bounds(a: Bounds, b: Bounds) -> Bounds:
-    positive = [x[1] for x in (a, b) if x[0] >= 0]
-    return (0, min(positive)) if positive else _bits_bounds(a, b)
-
-
-def _shl_bounds(a: Bounds, b: Bounds) -> Bounds:
-    if not within(b, (0, 63)):
-        return (-math.inf, math.inf)
-    return _corners(lambda x, y: x * 2**y)(a, b)
-
-
-_BOUNDS: dict[str, Callable[..., Bounds]] = {
-    "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "distance": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "mul": _corners(lambda x, y: x * y),
-    "neg": lambda a: (-a[1], -a[0]),
-    "not": lambda a: (-a[1] - 1, -a[0] - 1),
-    "abs": lambda a: (max(a[0], -a[1], 0), _largest(a)),
-    "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
-    "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
-    "clamp_max": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
-    "clamp_min": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
-    "floordiv": lambda a, b: (
-        _corners(lambda x, y: x if math.isinf(x) else x // y)(a, b)
-        if b[0] > 0
-        else (-_largest(a), _largest(a))
-    ),
-    "mod": _mod_bounds,
-    "and": _and_bounds,
-    "or": _bits_bounds,
-    "xor": _bits_bounds,
-    "shl": _shl_bounds,
-    "shr": lambda a, b: (min(a[0], 0), max(a[1], 0)) if b[0] >= 0 else (-math.inf, math.inf),
-    "where": lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1])),
-    "cast": lambda a: a,
-}
-"""Bounds of an operation's result from its operands'."""

@@ -14,7 +14,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate, map_arg
 
 from cute_attn.epilogues.functions.graph import Place
-from cute_attn.epilogues.functions.trace import SIGNATURES, Recorder, Symbol
+from cute_attn.epilogues.functions.symbols import Symbol
+from cute_attn.epilogues.functions.trace import SIGNATURES, Recorder
 
 VALUE = "example_value"
 """The compiler's key for a node's value: a tensor without memory, or a number."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.epilogues.functions.trace import KNOWN_NAMES
+from cute_attn.epilogues.functions.torch_functions import KNOWN_NAMES
 
 _ATTRIBUTES = KNOWN_NAMES | {"append", "extend", "items", "keys", "values", "get", "index", "count"}
 """Names in torch and math, and methods of lists and dicts; if tracing changes a list or dict, no trace is kept."""
@@ -99,9 +99,7 @@ class Reads:
         elif kind in _PLAIN:
             self._equal(x, parent, get)
         elif kind is float:
-            self.values.append(repr(x))  # -0.0 is not 0.0, and NaN is NaN
-            own = self._step(x, parent, get)
-            self._step(repr(x), own, repr, functools.partial(operator.eq, repr(x)))
+            self._equal(repr(x), self._step(x, parent, get), repr)  # -0.0 is not 0.0, and NaN is NaN
         elif kind is Tensor or kind is torch.nn.Parameter:
             own = self._step(x, parent, get)
             self._step(vars(x), own, operator.attrgetter("__dict__"), operator.not_)
@@ -141,8 +139,8 @@ class Reads:
         self._active.pop()
 
     def _items(self, items: tuple | list, place: int) -> None:
-        self.values += (type(items), len(items))
-        self._step(len(items), place, len, functools.partial(operator.eq, len(items)))
+        self.values.append(type(items))
+        self._equal(len(items), place, len)
         for number, item in enumerate(items):
             self._walk(item, place, operator.itemgetter(number))
 

@@ -18,9 +18,11 @@ from torch import Tensor
 from cute_attn.epilogues.functions.definition import AS_TORCH, Precision
 from cute_attn.epilogues.functions.epilogue import Captured, FunctionEpilogue, as_kernels_read, digest_of
 from cute_attn.epilogues.functions.graph import Node
-from cute_attn.epilogues.functions.lowering import ELEMENT, lower
+from cute_attn.epilogues.functions.lowering import lower
+from cute_attn.epilogues.functions.operations import ELEMENT
 from cute_attn.epilogues.functions.reads import Reads
-from cute_attn.epilogues.functions.trace import LOADED, SIGNATURES, check_function, trace_with_arguments
+from cute_attn.epilogues.functions.symbols import LOADED
+from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace_with_arguments
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import check_name, register_function
 
@@ -66,25 +68,18 @@ class RegisteredFunction(FunctionEpilogue):
         return tuple(map(self._checked, given, self.parameters, self.captured, self.dimensions))
 
     def _checked(self, x: Any, parameter: str, wanted: Captured, dimensions: int) -> Any:
+        whose = f"argument {parameter} of epilogue {self.name!r}"
         if wanted.dtype == "float" and isinstance(x, int):
             return float(x)
         if wanted.dtype == "int" and type(x) is int and x not in _INTS:
-            raise ValueError(
-                f"argument {parameter} of epilogue {self.name!r} is {x}; accepted: ints from {-ELEMENT} to {ELEMENT}"
-            )
-        if Captured.of(x) != wanted or (isinstance(x, Tensor) and x.dim() != dimensions):
+            raise ValueError(f"{whose} is {x}; accepted: ints from {-ELEMENT} to {ELEMENT}")
+        own, own_dimensions = Captured.of(x), x.dim() if isinstance(x, Tensor) else 0
+        if (own, own_dimensions) != (wanted, dimensions):
+            found = _described(own, own_dimensions, own.unit_stride or dimensions == 0)
             accepted = _described(wanted, dimensions, wanted.unit_stride)
-            own = Captured.of(x)
-            is_strided = own.unit_stride or dimensions == 0
-            found = _described(own, x.dim() if isinstance(x, Tensor) else 0, is_strided)
-            raise TypeError(
-                f"argument {parameter} of epilogue {self.name!r} is {found}; accepted: {accepted}"
-            )
+            raise TypeError(f"{whose} is {found}; accepted: {accepted}")
         if isinstance(x, Tensor) and not x.numel():
-            shape = tuple(x.shape)
-            raise ValueError(
-                f"argument {parameter} of epilogue {self.name!r} has shape {shape}; accepted: elements"
-            )
+            raise ValueError(f"{whose} has shape {tuple(x.shape)}; accepted: elements")
         return x
 
     def check(self, inputs: ScoreInputs) -> None:  # type: ignore[override]

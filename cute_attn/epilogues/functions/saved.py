@@ -3,6 +3,7 @@
 import base64
 import json
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,16 +13,17 @@ from cute_attn.epilogues.functions.graph import Graph, Node, ordered
 from cute_attn.epilogues.functions.trace import Trace
 
 
-def text_of(traced: Trace, partial: Trace | None = None, unites: bool | None = None) -> str:
-    """Traces as ASCII letters, digits, "-", "_" and "=". unites: None for a function without a BlockMask."""
-    parts = [_listed(traced), None if partial is None else _listed(partial), unites]
-    return base64.urlsafe_b64encode(zlib.compress(json.dumps(parts).encode())).decode()
+def text_of(traced: Trace) -> str:
+    """A trace as ASCII letters, digits, "-", "_" and "="."""
+    partial = None if traced.partial is None else _listed(traced.partial)
+    content = [_listed(traced), partial, traced.unites]
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(content).encode())).decode()
 
 
-def traces_of(text: str) -> tuple[Trace, Trace | None, bool | None]:
-    """The arguments of :func:`text_of`, with meta tensors."""
+def trace_of(text: str) -> Trace:
+    """The trace of a :func:`text_of`, with meta tensors."""
     traced, partial, unites = json.loads(zlib.decompress(base64.urlsafe_b64decode(text)))
-    return _trace(*traced), None if partial is None else _trace(*partial), unites
+    return replace(_trace(*traced), partial=None if partial is None else _trace(*partial), unites=unites)
 
 
 def _listed(traced: Trace) -> list[Any]:

@@ -8,31 +8,37 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from cute_attn import traits
-from cute_attn.epilogues.functions.composed import COMPOSED
+from cute_attn.epilogues.functions import torch_functions as of_torch
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, KINDS, LONG, Graph, Node, Place, ordered
+from cute_attn.epilogues.functions.symbols import (
+    DTYPES,
+    LOADED,
+    Argument,
+    Kind,
+    Row,
+    Symbol,
+    Traced,
+    dtype_name,
+    first_traced,
+    kind_in_torch,
+    rank_of,
+    tensors_in,
+)
 
 SIGNATURES = {
     "score_mod": ("score", "batch", "head", "query", "key"),
     "mask_mod": ("batch", "head", "query", "key"),
 }
-LOADED = {
-    torch.bool: BOOL,
-    **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32), INT),
-    torch.int64: LONG,
-    **dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), FLOAT),
-}
-"""Dtypes of captured tensors -> kinds of their elements in a graph."""
 ACCEPTED = (
     "+ - * / // % **, comparisons, & | ^ ~ << >>, where, abs, sign, minimum, maximum, min, max, clamp, "
     "exp, exp2, log, log2, sqrt, rsqrt, square, reciprocal, tanh, sigmoid, relu, sin, cos, atan, erf, expm1, log1p, "
@@ -48,6 +54,8 @@ class Trace:
     tensors: captured tensors, as numbered by the graph's loads; for functions with arguments, the arguments in order.
     reads: see :class:`Recorder`.
     sources: for each tensor that is a view, the tensor that it is a view of; else None.
+    unites: for a mask with lists of blocks, True if lists of query blocks are unions over several heads; else None.
+    partial: replaces such a mask in listed blocks that need one. It captures the same tensors except the first.
     """
 
     graph: Graph
@@ -55,6 +63,8 @@ class Trace:
     tensors: tuple[Any, ...]
     reads: str = ""
     sources: tuple[Tensor | None, ...] = ()
+    unites: bool | None = None
+    partial: "Trace | None" = None
 
 
 def kind_of(function: Callable) -> str:
@@ -98,7 +108,7 @@ def trace(
         ValueError: a function reads an element of an empty tensor.
     """
     recorder = Recorder(device or torch.device("cpu"), dtype)
-    recorder.applied = applied or _applied
+    recorder.applied = applied or operator.call
     return _renumbered(recorder, _output(recorder, score_mod, mask_mod))
 
 
@@ -165,10 +175,6 @@ Applied = Callable[..., Tensor]
 """Maps (function, tensor, further arguments) to the function's result, which is a view or another tensor."""
 
 
-def _applied(function: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
-    return function(tensor, *args)
-
-
 class Recorder(TorchFunctionMode):
     """Records one trace. As a mode it also sees operations on real tensors, such as ``table[h, q - k]``.
 
@@ -184,7 +190,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.graph, self.device, self.dtype = Graph(), device, dtype
         self.what = self.reads = ""
-        self.applied: Applied = _applied
+        self.applied: Applied = operator.call
         self.line: Place | None = None
         self._is_open = False
         self._refusal: TypeError | None = None
@@ -206,7 +212,10 @@ class Recorder(TorchFunctionMode):
         try:
             with self:
                 inputs = [self.symbol(self.graph.input(name)) for name in SIGNATURES[what]]
-                output = self._returned(function(*inputs, *self.arguments))
+                found = function(*inputs, *self.arguments)
+                if isinstance(found, Symbol) and found.rank:
+                    self.refuse(f"returned a value of shape {tuple(found.shape)}", "one of no dimensions")
+                output = self.node(found, "returned")
         except Exception as error:
             # Python's operators replace a TypeError by another one.
             raise error if self._refusal is None else self._refusal from None
@@ -215,11 +224,6 @@ class Recorder(TorchFunctionMode):
         if self._refusal is not None and self._is_refused:  # the function caught it, and did something else
             raise self._refusal
         return output
-
-    def _returned(self, x: Any) -> Node:
-        if isinstance(x, Symbol) and x.rank:
-            self.refuse(f"returned a value of shape {tuple(x.shape)}", "one of no dimensions")
-        return self.node(x, "returned")
 
     def _check_arguments(self, function: Any) -> None:
         wanted = (*SIGNATURES[self.what], *(f"argument {i + 1}" for i in range(len(self.arguments))))
@@ -248,14 +252,14 @@ class Recorder(TorchFunctionMode):
         if node.dtype:
             return getattr(torch, node.dtype)
         if node.kind != FLOAT:
-            return _DTYPES[node.kind]
+            return DTYPES[node.kind]
         if node not in self._dtypes:
             found = [
                 self.dtype_of(x)
                 for x in node.args
                 if x.kind == FLOAT and x.op != "const" and (x.op != "cast" or x.dtype)
             ]
-            own = self.dtype if node.op == "score" else _DTYPES[FLOAT]
+            own = self.dtype if node.op == "score" else DTYPES[FLOAT]
             self._dtypes[node] = functools.reduce(torch.promote_types, found) if found else own
         return self._dtypes[node]
 
@@ -269,13 +273,13 @@ class Recorder(TorchFunctionMode):
         if isinstance(x, Tensor) and x.dim():
             return Argument(self, x, (None,) * x.dim(), number)
         kind = LOADED.get(x.dtype, FLOAT) if isinstance(x, Tensor) else FLOAT if isinstance(x, float) else INT
-        dtype = _dtype_name(x.dtype) if isinstance(x, Tensor) else ""
+        dtype = dtype_name(x.dtype) if isinstance(x, Tensor) else ""
         return self.symbol(self.graph.make("load", kind, (), number, dtype=dtype))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = (args, tuple(kwargs.values()))
-        first = _first_traced(given)
+        first = first_traced(given)
         if first is None:
             return self._on_tensors(func, args, kwargs)
         if first.made is not None and _needs_tensors(func, given):
@@ -286,24 +290,25 @@ class Recorder(TorchFunctionMode):
         """Run an operation on the function's tensors, or on torch's state, and note what it reads."""
         if func is torch._C._set_grad_enabled and self._has_gradients is not None:
             self._has_gradients = args[0]
-        if _is_random(func):
+        if of_torch.is_random(func):
             self.refuse(
-                f"draws random numbers by {_name_of(func)}", "numbers that are drawn before, as a table"
+                f"draws random numbers by {of_torch.name_of(func)}",
+                "numbers that are drawn before, as a table",
             )
         result = func(*args, **kwargs)
         makes_tensors = isinstance(result, Tensor) or (
             isinstance(result, tuple | list) and result and all(isinstance(x, Tensor) for x in result)
         )
-        name = _name_of(func)
-        writes = "out" in kwargs or kwargs.get("inplace") or _is_in_place(name)
-        if writes or not (makes_tensors or name in _METADATA):
+        name = of_torch.name_of(func)
+        writes = "out" in kwargs or kwargs.get("inplace") or of_torch.is_in_place(name)
+        if writes or not (makes_tensors or name in of_torch.METADATA):
             self.reads = self.reads or name
-        if name in _VIEWS_OF_TABLES or name in _METADATA:
+        if name in of_torch.VIEWS_OF_TABLES or name in of_torch.METADATA:
             self._note_numbers(name, (args[1:], tuple(kwargs.values())))
-        if makes_tensors and name in _VIEWS_OF_TABLES and args and isinstance(args[0], Tensor):
+        if makes_tensors and name in of_torch.VIEWS_OF_TABLES and args and isinstance(args[0], Tensor):
             for made in (result,) if isinstance(result, Tensor) else result:
                 self._note_view(made, args[0])
-        return self._number(func, result, args, kwargs) if func in _NUMBERS else result
+        return self._number(func, result, args, kwargs) if func in of_torch.MAKE_NUMBERS else result
 
     def _note_view(self, made: Tensor, source: Tensor) -> None:
         """Note that ``made`` is a view of ``source``, or a copy, unless its gradient is lost, as by torch.no_grad."""
@@ -312,7 +317,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_numbers(self, name: str, given: Any) -> None:
         """Note tensors whose numbers torch itself reads, such as a slice's bound: the next call may have others."""
-        if name not in _LIKE_ANOTHER and next(_tensors_in(given), None) is not None:
+        if name not in of_torch.LIKE_ANOTHER and next(tensors_in(given), None) is not None:
             self.reads = self.reads or name
 
     def _number(self, func: Any, made: Tensor, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -322,11 +327,11 @@ class Recorder(TorchFunctionMode):
             made.numel() != 1
             or kind not in (BOOL, FLOAT)
             or made.requires_grad
-            or next(_tensors_in((args, tuple(kwargs.values()))), None) is not None
+            or next(tensors_in((args, tuple(kwargs.values()))), None) is not None
         ):
             return made
         value = func(*args, **{**kwargs, "device": "cpu"}).item()  # rounded to its dtype
-        node = _typed(self, self.graph.cast(self.graph.const(value), kind), made.dtype)
+        node = of_torch.typed(self, self.graph.cast(self.graph.const(value), kind), made.dtype)
         number = self.symbol(node, made.dim(), made.dtype)
         number.made = made
         return number
@@ -336,7 +341,7 @@ class Recorder(TorchFunctionMode):
         if not self._is_open:
             # Python's operators would replace a TypeError by another one.
             raise RuntimeError(
-                f"{_name_of(func)} uses a traced value after the end of {self.what}, which kept it"
+                f"{of_torch.name_of(func)} uses a traced value after the end of {self.what}, which kept it"
             )
         if self._has_gradients is not None and torch.is_grad_enabled() != self._has_gradients:
             self.refuse(
@@ -345,28 +350,33 @@ class Recorder(TorchFunctionMode):
                 "torch's own operations",
             )
         self.graph.place = self.line or _place_of(sys._getframe(1))
-        name = _name_of(func)
+        name = of_torch.name_of(func)
         first = args[0] if args else next(iter(kwargs.values()))
         if name == "__getitem__" and not isinstance(args[0], Symbol):
             return self.lookup(*args)
-        if name in _METADATA:
-            return self._metadata(name, func, args, kwargs)
+        if name in of_torch.METADATA:
+            if isinstance(first, Argument) and name in of_torch.SIZES:
+                return first.extent(name, *args[1:], **kwargs)
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
         if name in ("__repr__", "__format__"):
             return f"<traced {self.node(args[0]).kind}>"
-        if name in _VALUES:
+        if name in of_torch.VALUES:
             self.refuse(
                 f"asks for the number of a traced value by {name} (if, and, or, not, int(), float(), range())",
                 "torch.where, &, |, ~, .to(dtype)",
             )
-        named = _is_in_place(name)
-        made = _OPERATIONS.get(name[:-1]) if named else _made_by(func)
+        named = of_torch.is_in_place(name)
+        made = of_torch.MAKES.get(name[:-1]) if named else of_torch.made_by(func)
         in_place = named or bool(kwargs.get("inplace"))
         is_known = made is not None and (not named or func is getattr(Tensor, name))
-        if in_place and not (is_known and self._is_writable(first)):
+        # A value may change in place if no other value has its memory, and gradients are not off.
+        is_writable = isinstance(first, Symbol) and not first.has_alias and self._has_gradients is not False
+        if in_place and not (is_known and is_writable):
             self.refuse(f"changes a value in place by {name}")
-        if name in _VIEWS and isinstance(first, Symbol):
+        if name in of_torch.VIEWS and isinstance(first, Symbol):
             return self._view(name, func, args, kwargs)
-        if args and type(first) is Row and _first_traced((args[1:], tuple(kwargs.values()))) is None:
+        if args and type(first) is Row and first_traced((args[1:], tuple(kwargs.values()))) is None:
             return self._of_rows(name, func, args, kwargs)
         if made is None:
             if isinstance(first, Row):
@@ -374,24 +384,27 @@ class Recorder(TorchFunctionMode):
             return self.refuse(f"uses {name}")
         try:
             node = made(self, *args, **kwargs)
-        except (_Refused, TypeError) as error:
-            if isinstance(error, _Refused) or _WRONG_ARGUMENTS.search(str(error)):
-                if name not in _LOOKUPS:
+        except (of_torch.Refused, TypeError) as error:
+            if isinstance(error, of_torch.Refused) or _WRONG_ARGUMENTS.search(str(error)):
+                if name not in of_torch.LOOKUPS:
                     self._check_with_torch(name, func, args, kwargs)
                 self.refuse(f"uses {name} with arguments that are not traced")
             raise
-        if name in _LOOKUPS:
+        if name in of_torch.LOOKUPS:
             return node
         if isinstance(node, Symbol):
             rank, node = node.rank, node.node
         else:
-            rank = max(map(_rank, (*args, *kwargs.values())))
+            rank = max(map(rank_of, (*args, *kwargs.values())))
         if in_place:
-            return self._written(first, node, name)
+            self._write(first, node, name)
         dtype = self._check_with_torch(name, func, args, kwargs)
-        node = self._of_dtype(node, dtype)
+        if in_place:
+            return first
+        if dtype and node.kind == FLOAT and node.op != "const" and self.dtype_of(node) != dtype:
+            node = self.graph.cast(node, FLOAT, dtype_name(dtype))  # what replaces it may promote otherwise
         detaches = name in ("detach", "data")
-        if name in _ALIASES and isinstance(first, Symbol) and not _copies(args, kwargs):
+        if name in of_torch.ALIASES and isinstance(first, Symbol) and not _copies(args, kwargs):
             if node is first.node or (first.own_dtype == dtype and not detaches):
                 return first
             first.has_alias = first.has_alias or detaches
@@ -401,23 +414,17 @@ class Recorder(TorchFunctionMode):
 
     def _check_with_torch(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Refuse operands whose dtypes torch refuses, such as floats for ``&``; return the dtype of torch's result."""
-        given = tuple(map(_kind, args)), tuple((x, _kind(y)) for x, y in kwargs.items())
+        given = tuple(map(kind_in_torch, args)), tuple((x, kind_in_torch(y)) for x, y in kwargs.items())
         found = _in_torch(func, *given)
         if isinstance(found, str):
             self.refuse(f"uses {name}, which torch refuses: {found}", "operands that torch takes")
         return found
 
-    def _of_dtype(self, node: Node, dtype: torch.dtype | None) -> Node:
-        """A float in the dtype of torch's result: the operations that replace torch's may promote differently."""
-        if dtype is None or node.kind != FLOAT or node.op == "const" or self.dtype_of(node) == dtype:
-            return node
-        return self.graph.cast(node, FLOAT, _dtype_name(dtype))
-
     def _view(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> "Symbol":
         """A traced value as a tensor of one element with other dimensions."""
         self._note_numbers(name, (args[1:], tuple(kwargs.values())))
         with torch._C.DisableTorchFunction():
-            shape = func(_Kind(torch.float64, args[0].rank).one(False), *args[1:], **kwargs).shape
+            shape = func(Kind(torch.float64, args[0].rank).one(False), *args[1:], **kwargs).shape
         if shape.numel() != 1:
             self.refuse(f"makes a tensor of shape {tuple(shape)} of a traced value by {name}", "one element")
         if len(shape) == args[0].rank:
@@ -445,7 +452,7 @@ class Recorder(TorchFunctionMode):
             return self.refuse(
                 f"uses {name} of a row of a tensor ({reason})", "its elements, shape and dtype"
             )
-        if name in _VIEWS_OF_TABLES:
+        if name in of_torch.VIEWS_OF_TABLES:
             self._note_numbers(name, (args[1:], tuple(kwargs.values())))
             self._note_view(found, row.tensor)
         nodes = [row.places[axis] for axis in fixed]
@@ -454,28 +461,12 @@ class Recorder(TorchFunctionMode):
     def _differentiable(self, node: Node) -> Node:
         return node if self._has_gradients is not False else self.graph.detached(node)
 
-    def _is_writable(self, x: Any) -> bool:
-        """True for a traced value that may change in place: no other value has its memory; gradients are not off."""
-        return isinstance(x, Symbol) and not x.has_alias and self._has_gradients is not False
-
-    def _written(self, x: "Symbol", node: Node, name: str) -> "Symbol":
-        """x, changed in place to the value of ``node``; it keeps its dtype, as in torch."""
+    def _write(self, x: "Symbol", node: Node, name: str) -> None:
+        """Change x in place to the value of ``node``; it keeps its dtype, as in torch."""
         if KINDS.index(node.kind) > KINDS.index(x.node.kind) and (node.kind, x.node.kind) != (LONG, INT):
             was, new = _THE_KINDS[x.node.kind], _THE_KINDS[node.kind]
             self.refuse(f"writes {new} in place of {was} by {name}", "results of the value's own dtype")
         x.node, x.made = self.graph.cast(node, x.node.kind, x.node.dtype), None
-        return x
-
-    def _metadata(self, name: str, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Metadata of a traced value, from its tensor object; the sizes of an argument are traced values instead."""
-        if isinstance(args[0], Argument) and name in _SIZES:
-            if name in ("stride", "is_contiguous"):
-                self.refuse(
-                    f"uses {name} of an argument, which calls may have of other strides", "its elements"
-                )
-            return args[0].extent(name, *args[1:], **kwargs)
-        with torch._C.DisableTorchFunction():
-            return func(*args, **kwargs)
 
     def refuse(self, what: str, accepted: str = ACCEPTED, *, as_torch: bool = False) -> Any:
         """Raise TypeError. as_torch: torch raises TypeError too, such as for ``x == None``, and Python catches it."""
@@ -523,7 +514,7 @@ class Recorder(TorchFunctionMode):
             number = next((i for i in captured if self.tensors[i] is tensor), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)
-        return self.graph.make("load", kind, indices, number, dtype=_dtype_name(tensor.dtype))
+        return self.graph.make("load", kind, indices, number, dtype=dtype_name(tensor.dtype))
 
     def lookup(self, table: Any, index: Any) -> Any:
         """``table[index]``: an element, or a row with dimensions left to index."""
@@ -559,7 +550,7 @@ class Recorder(TorchFunctionMode):
             self._note_numbers("__getitem__", tuple(cut))
             tensor = self.applied(operator.getitem, row.tensor, tuple(cut))
             self._note_view(tensor, row.tensor)
-        rank = max(map(_rank, index if isinstance(index, tuple) else (index,)), default=0)
+        rank = max(map(rank_of, index if isinstance(index, tuple) else (index,)), default=0)
         kind = Argument if isinstance(table, Argument) else Row
         return self._element_or_row(kind, tensor, tuple(nodes), row.number, rank)
 
@@ -567,7 +558,7 @@ class Recorder(TorchFunctionMode):
         node = self.node(item, "indexes a tensor by")
         if node.kind not in (INT, LONG):
             return self.refuse(f"indexes a tensor by {_THE_KINDS[node.kind]}", "traced integers")
-        if isinstance(item, Symbol) and item.own_dtype in _NO_INDICES:
+        if isinstance(item, Symbol) and item.own_dtype in of_torch.NO_INDICES:
             return self.refuse(
                 f"indexes a tensor by a {item.own_dtype}, which torch takes for a mask or refuses",
                 "int32 and int64, such as x.int()",
@@ -620,37 +611,12 @@ def _absolute(file: str) -> str:
     return file if file.startswith("<") else os.path.abspath(file)
 
 
-class _Kind(NamedTuple):
-    """The dtype and rank of a tensor of one element, for torch's own checks of arguments."""
-
-    dtype: torch.dtype
-    rank: int
-
-    def one(self, widened: bool) -> Tensor:
-        """The tensor, with value 1. widened: make a float float64, since the CPU lacks some 16-bit operations."""
-        dtype = torch.float64 if widened and self.dtype.is_floating_point else self.dtype
-        return torch.ones((1,) * self.rank, dtype=dtype)
-
-
-def _rank(x: Any) -> int:
-    return x.rank if isinstance(x, Symbol) else x.dim() if isinstance(x, Tensor) else 0
-
-
-def _kind(x: Any) -> Any:
-    """A tensor's kind; anything else as its repr and itself, since 1, 1.0 and True are equal."""
-    if isinstance(x, Symbol):
-        return _Kind(x.own_dtype, x.rank)
-    if isinstance(x, Tensor):
-        return _Kind(x.dtype, x.dim())
-    return ("(", tuple(map(_kind, x))) if isinstance(x, tuple | list) else (repr(x), x)
-
-
 @functools.lru_cache(4096)
 def _in_torch(func: Any, args: tuple, kwargs: tuple) -> torch.dtype | str | None:
     """The dtype of an operation's result for values of these kinds, or why torch refuses it; None if unknown."""
 
     def given(x: Any, widened: bool) -> Any:
-        if isinstance(x, _Kind):
+        if isinstance(x, Kind):
             return x.one(widened)
         return tuple(given(y, widened) for y in x[1]) if x[0] == "(" else x[1]
 
@@ -668,33 +634,7 @@ def _in_torch(func: Any, args: tuple, kwargs: tuple) -> torch.dtype | str | None
     return reason
 
 
-class _Refused(Exception):
-    """Raised if an operation can be traced, but not with these arguments."""
-
-
 _WRONG_ARGUMENTS = re.compile("unexpected keyword|positional argument|keyword-only argument")
-
-
-_DTYPES = {BOOL: torch.bool, INT: torch.int64, LONG: torch.int64, FLOAT: torch.float32}
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _tensors_in(x: Any) -> Iterator[Tensor]:
-    """Yield the tensors and traced values in arguments, or in lists and slices of arguments."""
-    if isinstance(x, slice):
-        x = (x.start, x.stop, x.step)
-    if isinstance(x, tuple | list):
-        for one in x:
-            yield from _tensors_in(one)
-    elif isinstance(x, Tensor):
-        yield x
-
-
-def _first_traced(x: Any) -> "Symbol | Row | None":
-    return next((one for one in _tensors_in(x) if isinstance(one, Symbol | Row)), None)
 
 
 def _copies(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -704,10 +644,12 @@ def _copies(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def _needs_tensors(func: Any, given: Any) -> bool:
     """True if all traced values are numbers that were tensors, and func asks for a value or has a larger tensor."""
-    tensors = list(_tensors_in(given))
-    if any(one.made is None for one in tensors if isinstance(one, _Traced)):
+    tensors = list(tensors_in(given))
+    if any(one.made is None for one in tensors if isinstance(one, Traced)):
         return False
-    return _name_of(func) in _VALUES or any(not isinstance(x, _Traced) and x.numel() > 1 for x in tensors)
+    return of_torch.name_of(func) in of_torch.VALUES or any(
+        not isinstance(x, Traced) and x.numel() > 1 for x in tensors
+    )
 
 
 def _as_made(x: Any) -> Any:
@@ -715,550 +657,6 @@ def _as_made(x: Any) -> Any:
     if isinstance(x, tuple | list):
         return type(x)(map(_as_made, x))
     return x.made if isinstance(x, Symbol) else x
-
-
-class _Traced(Tensor):
-    """Base of a trace's placeholders for tensors. The recorder handles all operations on them, by identity or name.
-
-    A placeholder is a tensor without memory, so a function that tests whether its argument is a tensor finds one.
-    """
-
-    recorder: Recorder
-    made: Tensor | None = None
-    """For a number: the tensor that the function made of it."""
-
-    @staticmethod
-    def _of(cls: Any, recorder: Recorder, shape: Sequence[int], dtype: torch.dtype) -> Any:
-        made = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=recorder.device)
-        made.recorder = recorder
-        return made
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a traced value has no attribute {name!r}; accepted: those of a torch.Tensor")
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        traced = _first_traced((args, tuple(kwargs.values())))
-        return traced.recorder.operation(func, args, kwargs)  # type: ignore[union-attr]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        traced = _first_traced((args, tuple((kwargs or {}).values())))
-        return traced.recorder.refuse(f"uses {func}")  # type: ignore[union-attr]
-
-
-class Symbol(_Traced):
-    """A scalar of a trace: a tensor of one element, of no dimensions unless the function adds some."""
-
-    node: Node
-    own_dtype: torch.dtype
-    rank: int
-    has_alias = False
-    """True if another value, such as a detached value, has the same memory."""
-
-    def __new__(cls, recorder: Recorder, node: Node, rank: int, dtype: torch.dtype) -> "Symbol":
-        made = cls._of(cls, recorder, (1,) * rank, dtype)
-        made.node, made.own_dtype, made.rank = node, dtype, rank
-        return made
-
-
-class Row(_Traced):
-    """A captured tensor with some dimensions indexed, such as ``table[h]``. places: None for the other dimensions."""
-
-    tensor: Tensor
-    places: tuple[Node | None, ...]
-    number: int | None
-
-    def __new__(
-        cls, recorder: Recorder, tensor: Tensor, places: tuple[Node | None, ...], number: int | None = None
-    ) -> "Row":
-        shape = [size for size, one in zip(tensor.shape, places, strict=True) if one is None]
-        made = cls._of(cls, recorder, shape, tensor.dtype)
-        made.tensor, made.places, made.number = tensor, places, number
-        return made
-
-
-class Argument(Row):
-    """A tensor argument of a function. Calls may pass other sizes, so sizes are nodes of the graph too."""
-
-    def extent(self, name: str, dim: int | None = None) -> Any:
-        """The argument's ``shape``, ``size`` or ``numel``. ``len`` is refused: Python requires it to be an int."""
-        made = self.recorder.graph.make
-        axes = (axis for axis, one in enumerate(self.places) if one is None)
-        sizes = tuple(self.recorder.symbol(made("extent", INT, (), (self.number, axis))) for axis in axes)
-        if name == "__len__":
-            return self.recorder.refuse(
-                "asks for the len of an argument, whose calls' own have others", "x.shape[0]"
-            )
-        if name == "numel":
-            return functools.reduce(operator.mul, sizes)
-        return sizes if dim is None else sizes[dim]
-
-
-# ---- torch's functions ----
-
-_NO_INDICES = frozenset((torch.uint8, torch.int8, torch.int16))
-_ALIASES = frozenset((
-    "contiguous", "to", "as_tensor", "type", "type_as", "float", "double", "half", "bfloat16", "int", "short", "char",
-    "byte", "long", "bool", "positive", "conj", "resolve_conj", "detach", "data",
-))  # fmt: skip
-"""Operations that return the value itself if it already has the requested dtype."""
-_LOOKUPS = frozenset(("select", "index_select", "gather", "take", "embedding", "bucketize", "searchsorted"))
-"""Operations that read tables."""
-_VIEWS = frozenset((
-    "view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "squeeze", "unsqueeze", "flatten", "ravel", "T",
-    "mT", "real", "__getitem__",
-))  # fmt: skip
-"""Operations that give a tensor of one element other dimensions."""
-_LIKE_ANOTHER = frozenset(("view_as", "reshape_as", "expand_as", "result_type"))
-"""Operations that ask another tensor for its shape or dtype."""
-_SIZES = frozenset(("shape", "size", "numel", "nelement", "__len__", "stride", "is_contiguous"))
-_VIEWS_OF_TABLES = _VIEWS | {
-    "t", "transpose", "swapaxes", "permute", "movedim", "unflatten", "select", "narrow", "unbind", "chunk", "split",
-    "diagonal", "unfold",
-}  # fmt: skip
-_NUMBERS = frozenset(
-    (torch.tensor, torch.full, torch.zeros, torch.ones, torch.scalar_tensor, torch.as_tensor)
-)
-_METADATA = _SIZES | {
-    "ndim", "dim", "ndimension", "dtype", "device", "layout", "itemsize", "element_size", "get_device", "result_type",
-    "is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested",
-}  # fmt: skip
-"""Attributes and methods that follow from dtype, shape, strides and device."""
-_VALUES = frozenset((
-    "__bool__", "__int__", "__float__", "__index__", "__complex__", "__array__", "__iter__", "__contains__", "item",
-    "tolist", "numpy", "is_nonzero", "equal", "allclose",
-))  # fmt: skip
-"""Operations that need the number of a traced value."""
-
-
-def _name_of(func: Any) -> str:
-    """The name of a torch function: an attribute, an operator with its library's name, or a method."""
-    if isinstance(func, OpOverload):
-        func = func.overloadpacket
-    if isinstance(func, OpOverloadPacket):
-        library, _, name = func._qualified_op_name.partition("::")
-        return name if library == "aten" else f"{library}::{name}"
-    name = getattr(func, "__name__", str(func))
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
-
-
-def _is_in_place(name: str) -> bool:
-    return name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
-
-
-@functools.lru_cache(1024)
-def _is_random(func: Any) -> bool:
-    """True if two calls may differ, as with torch.rand or dropout."""
-    name = _name_of(func)
-    packet = (
-        getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
-    )
-    overloads = [getattr(packet, one) for one in packet.overloads()] if packet is not None else []
-    return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
-
-
-def _made_by(func: Any) -> "Make | None":
-    """The operation on traced values for a function of torch, if any."""
-    if isinstance(func, OpOverload | OpOverloadPacket):
-        return _OPERATIONS.get(_name_of(func).removeprefix("special_"))
-    return _by_identity().get(func)
-
-
-@functools.cache
-def _by_identity() -> "dict[Any, Make]":
-    """Function or method of torch -> its operation on traced values, by ``_OPERATIONS``; also reversed operators."""
-    found: dict[Any, Make] = {}
-    for name, made in _OPERATIONS.items():
-        for place in (torch, Tensor, torch.nn.functional, torch.special):
-            for one in (name, f"__{name}__"):
-                if callable(function := getattr(place, one, None)):
-                    found.setdefault(function, made)
-    for name in ("sub", "div", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"):
-        for function in (getattr(Tensor, f"__r{name}__", None), getattr(torch, f"r{name}", None)):
-            if function is not None:
-                found.setdefault(function, _reversed(_OPERATIONS[name]))
-    found[Tensor.data.__get__] = _OPERATIONS["detach"]  # type: ignore[attr-defined]
-    found[Tensor.where] = lambda t, input, condition, other: _where(t, condition, input, other)
-    found[torch.nn.functional.embedding] = _embedding_of_nn
-    found[torch.searchsorted] = lambda t, sorted_sequence, input, **options: _bucketize(
-        t, input, sorted_sequence, **options
-    )
-    return found
-
-
-def _reversed(made: "Make") -> "Make":
-    return lambda t, input, other, **options: made(t, other, input, **options)
-
-
-# ---- operations by torch's names ----
-
-Make = Callable[..., Any]
-"""Maps the recorder and an operation's arguments to its node, or to a result of :meth:`Recorder.lookup`."""
-
-
-def _binary(op: str, least: str = INT, of_bools: str = "") -> Make:
-    """The operation ``op`` on two numbers. of_bools: the operation on two bools; "" refuses them."""
-
-    def make(t: Recorder, input: Any, other: Any) -> Node:
-        a, b = t.node(input), t.node(other)
-        if a.kind == b.kind == BOOL and least == INT:
-            if not of_bools:
-                raise _Refused
-            return t.graph.binary(of_bools, a, b, BOOL)
-        return t.graph.binary(op, a, b, least)
-
-    return make
-
-
-def _scaled(made: Make) -> Make:
-    """``made`` with a parameter ``alpha``, a factor of the second operand."""
-
-    def make(t: Recorder, input: Any, other: Any, *, alpha: float = 1) -> Node:
-        if isinstance(alpha, Tensor) or alpha != 1:  # torch reads a tensor's number, which has no gradient
-            factor = t.graph.detached(t.node(alpha))
-            other = t.symbol(t.graph.binary("mul", t.node(other), factor))
-        return made(t, input, other)
-
-    return make
-
-
-def _integers(op: str) -> Make:
-    """An operation that accepts only integers; & | ^ also accept bools."""
-
-    def make(t: Recorder, input: Any, other: Any) -> Node:
-        a, b = t.node(input), t.node(other)
-        if FLOAT in (a.kind, b.kind):
-            raise _Refused
-        return t.graph.binary(op, a, b, BOOL if op in ("and", "or", "xor") else INT)
-
-    return make
-
-
-def _logical(op: str) -> Make:
-    return lambda t, input, other: t.graph.binary(op, _predicate(t, input), _predicate(t, other), BOOL)
-
-
-def _compared(op: str) -> Make:
-    return lambda t, input, other: t.graph.compare(op, t.node(input), t.node(other))
-
-
-def _unary(op: str) -> Make:
-    return lambda t, input: t.graph.unary(op, t.node(input))
-
-
-def _step(op: str) -> Make:
-    """floor, ceil, trunc or round; an integer is unchanged."""
-
-    def make(t: Recorder, input: Any) -> Node:
-        x = t.node(input)
-        return t.graph.unary(op, x) if x.kind == FLOAT else x
-
-    return make
-
-
-def _round(t: Recorder, input: Any, *, decimals: int = 0) -> Node:
-    if not decimals:
-        return _step("round")(t, input)
-    g, factor = t.graph, t.graph.const(10.0 ** abs(decimals))
-    before, after = ("mul", "div") if decimals > 0 else ("div", "mul")
-    return g.binary(after, g.unary("round", g.binary(before, t.node(input), factor)), factor)
-
-
-def _floor_divide(t: Recorder, input: Any, other: Any) -> Node:
-    return t.graph.binary("floordiv", t.node(input), t.node(other))
-
-
-def _remainder(t: Recorder, input: Any, other: Any) -> Node:
-    return t.graph.binary("mod", t.node(input), t.node(other))
-
-
-def _fmod(t: Recorder, input: Any, other: Any) -> Node:
-    g = t.graph
-    a, b = g.promoted(t.node(input), t.node(other), least=INT)
-    if a.kind == FLOAT:
-        return g.binary("fmod", a, b)
-    size = g.binary("mod", g.unary("abs", a), g.unary("abs", b))
-    return g.where(g.compare("lt", a, g.const(0)), g.unary("neg", size), size)
-
-
-def _div(t: Recorder, input: Any, other: Any, *, rounding_mode: str | None = None) -> Node:
-    if rounding_mode == "floor":
-        return _floor_divide(t, input, other)
-    g, a, b = t.graph, t.node(input), t.node(other)
-    if rounding_mode == "trunc" and FLOAT not in (a.kind, b.kind):
-        whole, zero = g.binary("floordiv", g.unary("abs", a), g.unary("abs", b)), g.const(0)
-        differ = g.binary("xor", g.compare("lt", a, zero), g.compare("lt", b, zero), BOOL)
-        return g.where(differ, g.unary("neg", whole), whole)
-    made = g.binary("div", a, b, FLOAT)
-    return g.unary("trunc", made) if rounding_mode == "trunc" else made
-
-
-_MOST_FACTORS = 64
-
-
-def _pow(t: Recorder, input: Any, exponent: Any) -> Node:
-    g, x, power = t.graph, t.node(input), t.node(exponent)
-    if power.op == "const" and power.value in (0.5, -0.5):
-        return g.unary("sqrt" if power.value > 0 else "rsqrt", x)
-    if power.op == "const" and power.value in range(1, _MOST_FACTORS + 1):
-        return _power(g, g.promoted(x, least=power.kind)[0], int(power.value))
-    if FLOAT not in (x.kind, power.kind):
-        raise _Refused  # of integers: a loop
-    if power.op == "const" and -power.value in range(1, _MOST_FACTORS + 1):
-        return g.binary("div", g.const(1.0), _power(g, x, -int(power.value)), FLOAT)
-    if x.op == "const" and x.value > 0:
-        return g.unary("exp2", g.binary("mul", power, g.const(math.log2(x.value)), FLOAT))
-    return g.binary("pow", x, power, FLOAT)
-
-
-def _power(g: Graph, x: Node, count: int) -> Node:
-    """The product of ``count`` factors x."""
-    if count == 1:
-        return x
-    half = _power(g, x, count // 2)
-    square = g.binary("mul", half, half)
-    return g.binary("mul", square, x) if count % 2 else square
-
-
-def _where(t: Recorder, condition: Any, input: Any, other: Any) -> Node:
-    return t.graph.where(_predicate(t, condition), t.node(input), t.node(other))
-
-
-def _predicate(t: Recorder, input: Any) -> Node:
-    return t.graph.cast(t.node(input), BOOL)
-
-
-def _clamp(t: Recorder, input: Any, min: Any = None, max: Any = None) -> Node:
-    x = t.node(input)
-    for op, bound in (("clamp_min", min), ("clamp_max", max)):
-        if bound is not None:
-            x = t.graph.binary(op, x, t.node(bound))
-    return x
-
-
-def _invert(t: Recorder, input: Any) -> Node:
-    x = t.node(input)
-    if x.kind == FLOAT:
-        raise _Refused
-    return t.graph.make("not", x.kind, (x,))
-
-
-def _sign(t: Recorder, input: Any) -> Node:
-    x, g = t.node(input), t.graph
-    one = _typed(t, g.const(1.0), input.dtype) if x.kind == FLOAT else g.const(1)
-    below = g.where(g.compare("lt", x, g.const(0)), g.unary("neg", one), g.cast(g.const(0), one.kind))
-    return g.where(g.compare("gt", x, g.const(0)), one, below)
-
-
-def _relu(t: Recorder, input: Any, inplace: bool = False) -> Node:
-    x = t.node(input)
-    zero = t.graph.cast(t.graph.const(0), x.kind)
-    return t.graph.where(t.graph.compare("le", x, zero), zero, x)  # NaN stays NaN
-
-
-def _cast_to(dtype: torch.dtype) -> Make:
-    return lambda t, input: _cast(t, t.node(input), dtype)
-
-
-def _cast(t: Recorder, x: Node, dtype: torch.dtype) -> Node:
-    """x as ``dtype``. A 32-bit integer is not widened for int64, since its value is the same."""
-    if x.op == "score" and dtype == t.dtype:
-        return x
-    kind = LOADED[dtype]
-    if kind == LONG and x.kind in (BOOL, INT):
-        kind = INT
-    if dtype in _NO_INDICES and x.kind == FLOAT:
-        x = t.graph.cast(x, INT, "int32")
-    return t.graph.cast(x, kind, _dtype_name(dtype))
-
-
-def _to(t: Recorder, input: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any) -> Node:
-    dtypes = [x for x in (*args, dtype) if isinstance(x, torch.dtype)]
-    dtypes += [x.dtype for x in args if isinstance(x, Symbol | Tensor)]
-    x = t.node(input)
-    if not dtypes:
-        return x
-    if dtypes[0] not in LOADED:
-        raise _Refused
-    return _cast(t, x, dtypes[0])
-
-
-def _type(t: Recorder, input: Any, dtype: Any = None) -> Node:
-    """Cast to ``dtype``, or to the dtype of a tensor; refused without an argument, where torch returns a string."""
-    if not isinstance(dtype, torch.dtype | Tensor):
-        raise _Refused
-    return _to(t, input, dtype)
-
-
-def _typed(t: Recorder, number: Node, dtype: torch.dtype | None) -> Node:
-    """A number with a tensor's dtype; unlike a Python number, it affects promotion."""
-    wide = dtype == torch.float64 or (dtype == torch.float32 and number.kind == FLOAT)
-    if not wide or number.op != "const" or not math.isfinite(number.value):  # -inf hides, whatever its dtype
-        return number
-    return t.graph.make("cast", FLOAT, (number,), dtype=_dtype_name(dtype))  # type: ignore[arg-type]
-
-
-def _signbit(t: Recorder, input: Any) -> Node:
-    x = t.node(input)
-    return t.graph.make("signbit", BOOL, (x,)) if x.kind == FLOAT else _compared("lt")(t, input, 0)
-
-
-_MOST_BOUNDARIES = 64
-
-
-def _bucketize(
-    t: Recorder, input: Any, boundaries: Any, *, out_int32: bool = False, right: bool = False
-) -> Symbol:
-    """The number of boundaries below the input, from a comparison with each boundary; NaN is above all of them."""
-    if boundaries.dim() != 1 or isinstance(boundaries, Argument) or len(boundaries) > _MOST_BOUNDARIES:
-        raise _Refused
-    g, found = t.graph, t.graph.const(0)
-    for place in range(len(boundaries)):
-        one = t.lookup(boundaries, place).node
-        above = g.compare("lt" if right else "le", t.node(input), one)
-        found = g.binary("add", found, g.cast(g.make("not", BOOL, (above,)), INT, "int64"))
-    return t.symbol(g.cast(found, INT, "int32") if out_int32 else found)
-
-
-def _select(t: Recorder, input: Any, dim: int, index: Any) -> Any:
-    return t.lookup(input, (*[slice(None)] * (dim % input.dim()), index))
-
-
-def _gather(t: Recorder, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    if max(index.dim(), 1) != input.dim():
-        raise _Refused
-    axis = dim % input.dim()
-    return t.lookup(input, tuple(index if axis == i else 0 for i in range(input.dim())))
-
-
-def _take(t: Recorder, input: Any, index: Any) -> Any:
-    return t.lookup(t.applied(torch.reshape, input, (-1,)) if input.dim() != 1 else input, index)
-
-
-def _embedding(
-    t: Recorder,
-    weight: Any,
-    indices: Any,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
-    if padding_idx != -1 or scale_grad_by_freq or sparse:  # another gradient
-        raise _Refused
-    return t.lookup(weight, indices)
-
-
-def _embedding_of_nn(
-    t: Recorder, input: Any, weight: Any, padding_idx: int | None = None, max_norm: Any = None, **others: Any
-) -> Any:
-    if (padding_idx, max_norm) != (None, None):
-        raise _Refused
-    others.pop("norm_type", None)
-    return _embedding(t, weight, input, **others)
-
-
-def _filled(value: Any) -> Make:
-    """new_ones(()), zeros_like(x) and the like, in x's dtype by default. value: None if the value is an argument."""
-
-    def make(t: Recorder, input: Any, *args: Any, dtype: Any = None, size: Any = (), **others: Any) -> Node:
-        if value is None:
-            fill = others["fill_value"] if "fill_value" in others else args[-1]
-            args = args if "fill_value" in others else args[:-1]
-        else:
-            fill = value
-        if any(tuple(x) if isinstance(x, tuple | list) else True for x in (*args, size)):
-            raise _Refused
-        kind = t.node(input).kind if dtype is None else LOADED.get(dtype)
-        if kind is None:
-            raise _Refused
-        return _typed(t, t.graph.cast(t.node(fill), kind), input.dtype if dtype is None else dtype)
-
-    return make
-
-
-_LONG_NAMES = {"less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "not_equal": "ne"}
-_CASTS = {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
-    "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "long": torch.int64,
-    "bool": torch.bool,
-}  # fmt: skip
-_FUNCTIONS = (
-    "neg", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin", "cos", "abs", "atan", "erf",
-    "expm1", "log1p",
-)  # fmt: skip
-_OPERATIONS: dict[str, Make] = {
-    **{name: lambda t, *args, of=of, **options: of(*args, **options) for name, of in COMPOSED.items()},
-    "add": _scaled(_binary("add", of_bools="or")),
-    **dict.fromkeys(("sub", "subtract"), _scaled(_binary("sub"))),
-    "rsub": _reversed(_scaled(_binary("sub"))),
-    **dict.fromkeys(("mul", "multiply"), _binary("mul", of_bools="and")),
-    **dict.fromkeys(("truediv", "true_divide", "div", "divide"), _div),
-    **dict.fromkeys(("floordiv", "floor_divide"), _floor_divide),
-    **dict.fromkeys(("mod", "remainder"), _remainder),
-    "fmod": _fmod,
-    "pow": _pow,
-    "square": lambda t, input: _pow(t, input, 2),
-    "reciprocal": lambda t, input: t.graph.binary("div", t.graph.const(1.0), t.node(input), FLOAT),
-    **dict.fromkeys(("minimum", "min"), _binary("minimum", of_bools="and")),
-    **dict.fromkeys(("maximum", "max"), _binary("maximum", of_bools="or")),
-    **dict.fromkeys(("clamp", "clip"), _clamp),
-    "clamp_min": lambda t, input, min: _clamp(t, input, min),
-    "clamp_max": lambda t, input, max: _clamp(t, input, None, max),
-    **{before + name: _integers(name) for name in ("and", "or", "xor") for before in ("", "bitwise_")},
-    **dict.fromkeys(("lshift", "bitwise_left_shift"), _integers("shl")),
-    **dict.fromkeys(("rshift", "bitwise_right_shift"), _integers("shr")),
-    **{f"logical_{name}": _logical(name) for name in ("and", "or", "xor")},
-    "logical_not": lambda t, input: t.graph.make("not", BOOL, (_predicate(t, input),)),
-    **dict.fromkeys(("invert", "bitwise_not"), _invert),
-    **{name: _compared(name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
-    **{long: _compared(op) for long, op in _LONG_NAMES.items()},
-    **{name: _unary(name) for name in _FUNCTIONS},
-    "arctan": _unary("atan"),
-    "negative": _unary("neg"),
-    "absolute": _unary("abs"),
-    "expit": _unary("sigmoid"),
-    **{name: _step(name) for name in ("floor", "ceil", "trunc")},
-    "fix": _step("trunc"),
-    "round": _round,
-    "signbit": _signbit,
-    **dict.fromkeys(("sign", "sgn"), _sign),
-    "where": _where,
-    "relu": _relu,
-    **{name: _cast_to(dtype) for name, dtype in _CASTS.items()},
-    **dict.fromkeys(("to", "as_tensor"), _to),
-    **dict.fromkeys(("type", "type_as"), _type),
-    "detach": lambda t, input: t.graph.detached(t.node(input)),
-    **dict.fromkeys(
-        ("pos", "positive", "clone", "contiguous", "conj", "resolve_conj"),
-        lambda t, input, *_, **__: t.node(input),
-    ),
-    "bucketize": _bucketize,
-    "select": _select,
-    "index_select": lambda t, input, dim, index: torch.unsqueeze(
-        _select(t, input, dim, index.squeeze()), dim
-    ),
-    "gather": _gather,
-    "take": _take,
-    "embedding": _embedding,
-    **dict.fromkeys(("ones_like", "new_ones"), _filled(1)),
-    **dict.fromkeys(("zeros_like", "new_zeros"), _filled(0)),
-    **dict.fromkeys(("full_like", "new_full", "new_tensor"), _filled(None)),
-}
-
-KNOWN_NAMES = (
-    _METADATA
-    | _VIEWS_OF_TABLES
-    | _OPERATIONS.keys()
-    | {x for x in dir(math) if not x.startswith("_")}
-    | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
-    | {"tensor", "full", "zeros", "ones", "scalar_tensor"}
-    | {"Tensor", "no_grad", "enable_grad", "nn", "functional", "special", "data", "inf", "nan", "newaxis"}
-)
-"""Names of attributes that mean the same in every call: operations, metadata, and constants of torch and math."""
 
 
 def as_kernels_read(tensor: Tensor | float) -> Tensor | float:
