@@ -10,8 +10,6 @@ Needs a GPU. Sizes are those that the models' published configurations have, at 
 are timed, compared and shown as by :mod:`bench.shapes`, whose options these are.
 """
 
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,9 +17,8 @@ from typing import Any
 from bench import run, shapes
 from cute_attn.lab.benchmark.workload import Workload, mixed_lengths
 
-PEERS = (*shapes.PEERS, "mem_efficient", "ffpa")
-"""The default of ``--impl``, beside our newest kernel; mem_efficient has biases and their gradients, ffpa head dims
-above 256."""
+IMPL = (*shapes.IMPL, "mem_efficient", "ffpa")
+"""The default of ``--impl``; mem_efficient has biases and their gradients, ffpa head dims above 256."""
 
 
 def trained() -> Iterator[tuple[str, Workload]]:
@@ -155,32 +152,12 @@ def rows(op: str) -> list[tuple[str, Workload]]:
 
 
 def main() -> None:
-    parser = shapes.parser(
-        __doc__.splitlines()[0], "which rows, by shell patterns of model or workload", PEERS
-    )
+    parser = run.timing_parser(__doc__, IMPL)
+    parser.add_argument("--op", choices=("forward", "backward", "both"), default="both")
     options = parser.parse_args()
-    if options.result:
-        shapes.show(
-            json.loads(options.result.read_text()), options.picture or options.result.with_suffix(".png")
-        )
-        return
-    chosen = {
-        w.name: (model, w)
-        for model, w in rows(options.op)
-        if run.matches(model, options.patterns) or run.matches(w.name, options.patterns)
-    }
-    if options.list:
-        print("\n".join(f"{model:36} {w.name}" for model, w in chosen.values()))
-        return
-    if not chosen:
-        sys.exit(f"no row matches {options.patterns}; --list names them")
-    shapes.measure(
-        [w for _, w in chosen.values()],
-        options,
-        "models",
-        {"models": {name: model for name, (model, _) in chosen.items()}},
-        PEERS,
-    )
+    found = rows(options.op)
+    models = {w.name: model for model, w in found}
+    run.main("models", options, [w for _, w in found], models, {"models": models})
 
 
 if __name__ == "__main__":
