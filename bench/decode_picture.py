@@ -14,9 +14,14 @@ NAMES = {
     "fa2": "FA2",
     "fa4": "FA4",
     "cudnn": "cuDNN",
+    "flashmla": "FlashMLA",
 }
 COLOURS = dict(
-    zip(NAMES, ("tab:blue", "tab:cyan", "tab:orange", "tab:red", "tab:green", "tab:purple"), strict=True)
+    zip(
+        NAMES,
+        ("tab:blue", "tab:cyan", "tab:orange", "tab:red", "tab:green", "tab:purple", "tab:brown"),
+        strict=True,
+    )
 )
 _ONE_SEQUENCE = re.compile(r"b1-k(\d+)")
 
