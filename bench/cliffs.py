@@ -106,7 +106,6 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def _summary(comparisons: list[Comparison]) -> Iterator[str]:
-    """A line an operation."""
     for op in COLOURS:
         mine = [c for c in comparisons if c.op == op]
         if not mine:

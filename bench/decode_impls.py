@@ -30,28 +30,11 @@ def ours(kernel: str | None, tile: str | None = None, num_splits: int = 0) -> Im
         from cute_attn import attention_with_kvcache
 
         window = (row.window, 0) if row.window else (None, None)
+        options: dict[str, Any] = {"kernel": kernel, "tile": tile, "num_splits": num_splits}
+        options |= {"causal": row.causal, "window": window}
 
         def call(x: Inputs) -> Tensor:
-            out = attention_with_kvcache(
-                x.q,
-                x.k_cache,
-                x.v_cache,
-                cache_seqlens=x.cache_seqlens,
-                k=x.k,
-                v=x.v,
-                page_table=x.page_table,
-                cu_seqlens_q=x.cu_seqlens_q,
-                max_seqlen_q=x.max_seqlen_q,
-                rotary_cos=x.rotary_cos,
-                rotary_sin=x.rotary_sin,
-                causal=row.causal,
-                window=window,
-                kernel=kernel,
-                tile=tile,
-                num_splits=num_splits,
-            )
-            assert isinstance(out, Tensor)
-            return out
+            return attention_with_kvcache(**vars(x), return_lse=False, **options)
 
         return {"": call}
 

@@ -64,7 +64,6 @@ class Attention:
         return inputs, mask
 
     def ready(self) -> Run:
-        """Makes the call."""
         (query, key, value), mask = self.tensors("cuda")
 
         def run() -> None:
@@ -119,7 +118,6 @@ class Training:
     dropout: float
 
     def ready(self) -> Run:
-        """Makes a step."""
         width, layers, vocabulary, tokens = 768, 12, 50304, 1024
         embed = nn.Embedding(vocabulary, width)
         blocks = [Block(width, 12, self.dropout) for _ in range(layers)]

@@ -62,7 +62,6 @@ def microseconds(steps: Sequence[tuple[Callable[[], Any], Row]]) -> list[tuple[f
 
 
 def rows() -> list[Row]:
-    """Calls of the package's own functions."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -382,7 +382,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """One shape's."""
     if "error" in row:
         return f"{row['op']:14} {row['workload']:52} {row['error']}"
     times = f"{row['ms']:8.4f} ms, best {row['best_ms']:8.4f}, regret {row['regret']:6.1%}"

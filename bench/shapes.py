@@ -81,12 +81,16 @@ def configurations(rng: random.Random, count: int) -> list[Configuration]:
     groups = _cycle(rng, (1, 1, 1, 1, 2, 4, 8, 16, rng.randint(3, 15), rng.randint(2, 16)))
     found = []
     for i in range(count):
-        kind = _KINDS[i] if i < len(_KINDS) else _any_kind(rng)
-        mask, softcap, varlen, dims = kind
+        if i < len(_KINDS):
+            mask, softcap, varlen, dims = _KINDS[i]
+        else:
+            dims = rng.choice(("common", "common", "any", "unequal"))
+            mask, softcap, varlen = rng.choice(MASKS), rng.random() < 0.25, rng.random() < 0.3
         head_dim = next(common) if dims == "common" else rng.choice(HEAD_DIMS)
         head_dim_v = head_dim
         if dims == "unequal":
-            head_dim, head_dim_v = rng.choice([(192, 128), (192, 128), *_unequal(rng)])
+            others = [(first, second) for first, second in (rng.sample(HEAD_DIMS, 2) for _ in range(2))]
+            head_dim, head_dim_v = rng.choice([(192, 128), (192, 128), *others])
         found.append(Configuration(head_dim, head_dim_v, next(groups), mask, softcap, varlen))
     return found
 
@@ -96,18 +100,6 @@ def _cycle(rng: random.Random, values: Sequence[int]) -> Iterator[int]:
     order = rng.sample(values, len(values))
     while True:
         yield from order
-
-
-def _any_kind(rng: random.Random) -> tuple[str, bool, bool, str]:
-    dims = rng.choice(("common", "common", "any", "unequal"))
-    return rng.choice(MASKS), rng.random() < 0.25, rng.random() < 0.3, dims
-
-
-def _unequal(rng: random.Random) -> Iterator[tuple[int, int]]:
-    """Two pairs of head dims that differ."""
-    for _ in range(2):
-        first, second = rng.sample(HEAD_DIMS, 2)
-        yield first, second
 
 
 def sweep(count: int, seed: int, num_configurations: int = len(_KINDS)) -> list[Workload]:

@@ -240,7 +240,6 @@ def _replaced(text: str, mark: str, new: str, page: Path) -> str:
 
 
 def _source(path: Path) -> str:
-    """A result's path in the repository."""
     return path.resolve().relative_to(ROOT).as_posix()
 
 
