@@ -371,7 +371,6 @@ def _source_places(traits: Traits) -> str:
 
 
 def bundle_key(kernel: Any, target: str) -> str:
-    """The kernel's key in a bundle."""
     return source_key(*_what(kernel, target, lines=False))
 
 
