@@ -80,29 +80,23 @@ def _messages(work: Work, tasks: Sequence[Task], patience: float, context: str) 
     process.start()
     sender.close()  # so that the end of the process is the end of the pipe
     try:
-        yield from _until_lost(receiver, process, patience)
+        while True:
+            message: Message = ("lost", f"it did not return within {patience:g} s")
+            try:
+                if receiver.poll(patience):
+                    message = receiver.recv()
+            except EOFError:
+                process.join()
+                message = ("lost", f"it ended the process (exit code {process.exitcode})")
+            if message[0] == "done":
+                return
+            yield message
+            if message[0] == "lost":
+                return
     finally:
         process.kill()
         process.join()
         receiver.close()
-
-
-def _until_lost(receiver: Connection, process: BaseProcess, patience: float) -> Iterator[Message]:
-    while True:
-        try:
-            message = receiver.recv() if receiver.poll(patience) else None
-        except EOFError:
-            process.join()
-            yield "lost", f"it ended the process (exit code {process.exitcode})"
-            return
-        if message is None:
-            yield "lost", f"it did not return within {patience:g} s"
-            return
-        if message[0] == "done":
-            return
-        yield message
-        if message[0] == "lost":
-            return
 
 
 def _main(work: Work, tasks: Sequence[Task], sender: Connection) -> None:

@@ -297,34 +297,28 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def build(chosen: Sequence[Row]) -> int:
-    """Build the package's kernels of these rows into the disk cache, and say how many."""
-    from cute_attn import compiler
-
-    machine = run.machine_of_tests()
-    with machine.launches() as (_, found):
+def needed(chosen: Sequence[Row]) -> dict[str, tuple[Any, str]]:
+    """(kernel, target) by a name of all that the package launches for these rows."""
+    with run.machine_of_tests().launches() as (_, found):
         for row in chosen:
             prepared(row, "cpu")
             for implementation in (cute, built_in):
                 implementation(row)().backward(row.inputs["grad"])
             row.inputs.clear()
-    for kernel, target in found.values():
-        compiler.build(kernel, target)
-    return len(found)
+    return found
 
 
 def main() -> None:
     parser = run.parser(__doc__)
     parser.add_argument("--impl", nargs="*", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
     parser.add_argument("--milliseconds", type=float, default=30, help="how long each is timed a row")
-    only = "build the kernels of some of the rows, without a GPU"
+    only = "build some of the kernels, without a GPU"
     parser.add_argument("--compile", metavar="PART/PARTS", help=only)
     parser.add_argument("-o", "--output", type=Path, help="the file to write")
     options = parser.parse_args()
     chosen = run.choose(options, {row.name: row for row in rows()})
     if options.compile:
-        part, parts = map(int, options.compile.split("/"))
-        print(build(chosen[part::parts]), "kernels")
+        run.build(needed(chosen), options.compile)
         return
 
     run.need_gpu()

@@ -20,7 +20,6 @@ import json
 import re
 import statistics
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -305,19 +304,6 @@ def judged(stored: Mapping[str, Any], ops: Sequence[str], rows: int) -> Iterator
                 }
 
 
-def build(chosen: Sequence[Shape], part: int, parts: int) -> int:
-    """Build one of ``parts`` groups of the kernels into the disk cache, and say how many."""
-    own = {name: it for name, it in needed(chosen).items() if zlib.crc32(name.encode()) % parts == part}
-    from cute_attn import compiler
-
-    for name, (kernel, target) in own.items():
-        try:
-            compiler.build(kernel, target)
-        except Exception as error:
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-    return len(own)
-
-
 # ---- timing ----
 
 
@@ -462,7 +448,7 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{shape.op:14} {shape.name}" for shape in chosen))
     elif options.compile:
-        print(build(chosen, *map(int, options.compile.split("/"))), "kernels")
+        run.build(needed(chosen), options.compile)
     else:
         measure(chosen, options)
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import multiprocessing
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,23 @@ def machine_of_tests() -> Any:
     if importlib.util.find_spec("pytest") is None:
         sys.exit("error: planning calls without a GPU needs pytest; pip install pytest")
     return importlib.import_module("tests.machine")
+
+
+def build(found: Mapping[str, tuple[Any, str]], group: str) -> None:
+    """Build one of several groups of kernels, ``PART/PARTS``, into the disk cache, and say how many.
+
+    found: (kernel, target) by a name.
+    """
+    from cute_attn import compiler
+
+    part, parts = map(int, group.split("/"))
+    own = {name: one for name, one in found.items() if zlib.crc32(name.encode()) % parts == part}
+    for name, one in own.items():
+        try:
+            compiler.build(*one)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+    print(len(own), "kernels")
 
 
 # ---- rows in another process ----
