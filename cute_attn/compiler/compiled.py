@@ -37,8 +37,7 @@ from cute_attn.compiler.cache import (
     CacheUnusable,
     DiskCache,
     Entry,
-    default_cache,
-    switched_off,
+    needed_cache,
     usable_cache,
     warn_once,
 )
@@ -568,10 +567,7 @@ def prebuild(
         raise ValueError(
             "a module that registers kernels calls prebuild when it is imported; accepted: a script"
         )
-    cache = default_cache()
-    if cache is None:
-        raise ValueError(f"{switched_off()}; prebuilding needs the disk cache")
-    cache.prepare()
+    needed_cache("prebuilding needs").prepare()
     return _prebuilt(as_requests(requests), workers, lines)
 
 
