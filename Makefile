@@ -6,7 +6,7 @@
 # make test-gpu   the kernels against the reference, on a GPU
 # make bench      the forward kernels against their peers, on a GPU; writes bench/results
 # make bench-backward   the same for the backward
-# make bench-decode     attention with a cache against its peers and against reading alone; ARGS="--rows 'b1-*'"
+# make bench-decode     attention with a cache against its peers and against reading alone; ARGS="'b1-*'"
 # make bench-shapes     random shapes, forward and backward, in search of cliffs; ARGS="--seed 1" for others
 # make bench-models     the attention of real models, forward and backward; ARGS="'*llama*'" for some
 # make bench-masks      block masks and functions, forward and backward; ARGS="'d64-*'" for some

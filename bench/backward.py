@@ -5,7 +5,7 @@
     python -m bench.backward --list               their names
 
 Needs a GPU. One call of autograd is timed, for the gradients of q, k and v, and of the bias in the rows named so. Five
-products count. Prints each row, and last a table with this package's speed over each peer's.
+products count. Prints each row, and last a table with this package's speed over the fastest peer's.
 """
 
 from collections.abc import Iterator
@@ -26,4 +26,4 @@ def workloads() -> Iterator[Workload]:
 
 
 if __name__ == "__main__":
-    run.main("backward", __doc__.splitlines()[0], workloads())
+    run.main("backward", run.timing_parser(__doc__, forward.IMPL, 100).parse_args(), workloads())

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,19 @@ CLIFF = 0.8
 """A ratio below which a shape is named in the picture."""
 MOST_NAMED = 12
 COLOURS = {"forward": "tab:blue", "backward": "tab:orange"}
+
+
+def is_own(impl: str) -> bool:
+    """True for this package's implementations."""
+    return impl.startswith("cute_attn/")
+
+
+def by_workload(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The rows of a result, by workload and implementation."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        found.setdefault(row["workload"], {})[row["impl"]] = row
+    return found
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,7 @@ class Comparison:
     @property
     def op(self) -> str:
         """ "forward" or "backward"."""
-        return operation(self.workload)
+        return "backward" if self.workload.startswith("bwd-") else "forward"
 
     @property
     def ratio(self) -> float | None:
@@ -44,23 +57,15 @@ class Comparison:
         return self.peer_ms / self.ms if self.ms and self.peer_ms else None
 
 
-def operation(workload: str) -> str:
-    """ "forward" or "backward", by a workload's name."""
-    return "backward" if workload.startswith("bwd-") else "forward"
-
-
-def compare(result: dict[str, Any]) -> list[Comparison]:
+def compare(result: Mapping[str, Any]) -> list[Comparison]:
     """Every workload, worst first: our failures, then by rising ratio, then those that no peer computes."""
-    by_workload: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        by_workload.setdefault(row["workload"], {})[row["impl"]] = row
-    found = [_comparison(name, rows) for name, rows in by_workload.items()]
+    found = [_comparison(name, rows) for name, rows in by_workload(result).items()]
     return sorted(found, key=lambda c: (not c.error, c.ratio or math.inf, c.workload))
 
 
 def _comparison(workload: str, rows: dict[str, dict[str, Any]]) -> Comparison:
     ours = rows[newest(rows)]
-    times = {name: row["ms"] for name, row in rows.items() if "ms" in row and not _is_own(name)}
+    times = {name: row["ms"] for name, row in rows.items() if "ms" in row and not is_own(name)}
     peer = min(times, key=lambda name: times[name], default="")
     timed = next((row for row in rows.values() if "ms" in row), None)
     flops = timed["ms"] * timed["value"] * 1e9 if timed else 0.0
@@ -73,36 +78,26 @@ def newest(impls: Iterable[str]) -> str:
     Raises:
         ValueError: there is none.
     """
-    return max(filter(_is_own, impls), key=lambda impl: int(impl.rpartition("-sm")[2]))
+    own = (impl for impl in impls if is_own(impl) and "-sm" in impl)
+    return max(own, key=lambda impl: int(impl.rpartition("-sm")[2]))
 
 
-def _is_own(impl: str) -> bool:
-    return impl.startswith("cute_attn/")
-
-
-def worst_first(result: dict[str, Any]) -> dict[str, Any]:
-    """The result with its rows in the order of :func:`compare`."""
-    ranks = {comparison.workload: i for i, comparison in enumerate(compare(result))}
-    return result | {"rows": sorted(result["rows"], key=lambda row: ranks[row["workload"]])}
-
-
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """A line per workload, worst first: the ratio, the work, all speeds, its model where it has one, and our error."""
-    comparisons = compare(result)
-    names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
-    own = list(dict.fromkeys(name.rpartition("-")[2] for name in names if _is_own(name)))
-    columns = own + [name for name in names if not _is_own(name)]
-    speeds: dict[str, dict[str, float]] = {}
-    for row in result["rows"]:
-        column = row["impl"].rpartition("-")[2] if _is_own(row["impl"]) else row["impl"]
-        if "value" in row:
-            speeds.setdefault(row["workload"], {})[column] = row["value"]
+    comparisons, found = compare(result), by_workload(result)
+    columns: dict[str, list[str]] = {}  # kernels of both ways are in one
+    for name in sorted({row["impl"]: None for row in result["rows"]}, key=lambda name: not is_own(name)):
+        columns.setdefault(name.rpartition("-")[2] if is_own(name) else name, []).append(name)
     width = max((len(c.workload) for c in comparisons), default=0)
     lines = [f"{'ratio':>6} {'TFLOP':>8}  {'TFLOP/s':{width}}" + "".join(f"{name:>14}" for name in columns)]
     for c in comparisons:
-        ratio = f"{c.ratio:.2f}" if c.ratio else "-"
-        cells = (speeds.get(c.workload, {}).get(name) for name in columns)
+        rows = found[c.workload]
+        cells = (
+            next((rows[n]["value"] for n in names if "value" in rows.get(n, {})), None)
+            for names in columns.values()
+        )
         numbers = "".join(f"{cell:14.1f}" if cell is not None else f"{'-':>14}" for cell in cells)
+        ratio = f"{c.ratio:.2f}" if c.ratio else "-"
         model = result.get("models", {}).get(c.workload, "")
         lines.append(f"{ratio:>6} {c.flops / 1e12:8.4f}  {c.workload:{width}}{numbers}  {model}".rstrip())
         if c.error:
@@ -111,7 +106,6 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _summary(comparisons: list[Comparison]) -> Iterator[str]:
-    """A line an operation."""
     for op in COLOURS:
         mine = [c for c in comparisons if c.op == op]
         if not mine:
@@ -126,9 +120,10 @@ def _summary(comparisons: list[Comparison]) -> Iterator[str]:
         yield line
 
 
-def plot(result: dict[str, Any], path: Path) -> Path:
+def plot(result: Mapping[str, Any], path: Path) -> Path:
     """Draw each workload's ratio against its work, a dot each; the cliffs are numbered and named below."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator
 
     drawn = [(c, c.ratio) for c in compare(result) if c.ratio]
     cliffs = [(c, ratio) for c, ratio in drawn if ratio < CLIFF]
@@ -149,7 +144,9 @@ def plot(result: dict[str, Any], path: Path) -> Path:
         axes.annotate(str(i), (c.flops, ratio), xytext=(4, -3), textcoords="offset points", fontsize=8)
     axes.axhline(1, color="gray", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="useful FLOP", ylabel="our speed / fastest peer's")
-    _plain_ticks(axes)
+    ratios = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 10, 20, 50]
+    plain_ticks(axes.yaxis, FixedLocator(ratios))
+    axes.grid(alpha=0.3)
     axes.set_title(f"{result['gpu']}, commit {result['commit'][:12]}, {result['date'][:10]}", fontsize=9)
     if drawn:
         axes.legend(loc="upper left", fontsize=8)
@@ -160,12 +157,16 @@ def plot(result: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def _plain_ticks(axes: Any) -> None:
-    """Ratios as plain numbers; a logarithmic axis of less than a decade has no labels otherwise."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+def plain_ticks(axis: Any, ticks: Any) -> None:
+    """Labels of a logarithmic axis at ``ticks``, a locator, as plain numbers: less than a decade has none otherwise."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
-    ticks = [0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 10, 20, 50]
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.grid(alpha=0.3)
+    axis.set_major_locator(ticks)
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def show(result: Mapping[str, Any], picture: Path) -> None:
+    """Print a result's table and draw its picture."""
+    print("\n" + table(result))
+    print(f"{result['gpu']}, {result['clock_mhz']} MHz under load; wrote {plot(result, picture)}")

@@ -30,28 +30,11 @@ def ours(kernel: str | None, tile: str | None = None, num_splits: int = 0) -> Im
         from cute_attn import attention_with_kvcache
 
         window = (row.window, 0) if row.window else (None, None)
+        options: dict[str, Any] = {"kernel": kernel, "tile": tile, "num_splits": num_splits}
+        options |= {"causal": row.causal, "window": window}
 
         def call(x: Inputs) -> Tensor:
-            out = attention_with_kvcache(
-                x.q,
-                x.k_cache,
-                x.v_cache,
-                cache_seqlens=x.cache_seqlens,
-                k=x.k,
-                v=x.v,
-                page_table=x.page_table,
-                cu_seqlens_q=x.cu_seqlens_q,
-                max_seqlen_q=x.max_seqlen_q,
-                rotary_cos=x.rotary_cos,
-                rotary_sin=x.rotary_sin,
-                causal=row.causal,
-                window=window,
-                kernel=kernel,
-                tile=tile,
-                num_splits=num_splits,
-            )
-            assert isinstance(out, Tensor)
-            return out
+            return attention_with_kvcache(**vars(x), return_lse=False, **options)
 
         return {"": call}
 
@@ -91,7 +74,7 @@ def fa3(row: Row, x: Inputs) -> dict[str, Call]:
         return flash_attn_with_kvcache(x.q, x.k_cache, x.v_cache, **_cached(x), **_masks(row), **how)
 
     ways: dict[str, Call] = {f"{n} splits": functools.partial(call, num_splits=n) for n in (0, *FA3_SPLITS)}
-    if row.append or row.packed:
+    if row.append or row.mixed:
         return ways
 
     @functools.cache
@@ -117,7 +100,7 @@ def fa2(row: Row, x: Inputs) -> dict[str, Call]:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
         return _fa2_of_torch(row)
-    if row.packed:
+    if row.mixed:
         raise Declined("FA2 has no packed queries with a cache")
     if row.page % _FA2_PAGE:
         raise Declined(f"FA2 has pages of multiples of {_FA2_PAGE}")
@@ -131,7 +114,7 @@ def fa2(row: Row, x: Inputs) -> dict[str, Call]:
 
 def _fa2_of_torch(row: Row) -> dict[str, Call]:
     """torch's FlashAttention-2: contiguous caches, all of them full."""
-    if row.page or row.ragged or row.packed or row.append:
+    if row.page or row.ragged or row.mixed or row.append:
         raise Declined("torch's FA2 has no lengths, pages or append, and flash-attn is not installed")
     window = {"window_size_left": row.window, "window_size_right": 0} if row.window else {}
 
@@ -180,7 +163,7 @@ def flashmla(row: Row, x: Inputs) -> dict[str, Call]:
         )
     except ImportError as error:
         raise Declined(f"FlashMLA is not installed ({error})") from error
-    if not row.latent or row.page != _FLASHMLA_PAGE or row.append or row.packed or row.window:
+    if not row.latent or row.page != _FLASHMLA_PAGE or row.append or row.mixed or row.window:
         raise Declined(f"FlashMLA decodes latent caches in pages of {_FLASHMLA_PAGE}")
 
     @functools.cache
@@ -198,7 +181,7 @@ def cudnn(row: Row, x: Inputs) -> dict[str, Call]:
     """cuDNN through torch's scaled_dot_product_attention: contiguous caches, all of them full."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if row.page or row.ragged or row.packed or row.append or row.window:
+    if row.page or row.ragged or row.mixed or row.append or row.window:
         raise Declined("cuDNN in torch has no lengths, pages, append or window")
     if row.causal and row.queries > 1:
         raise Declined(
@@ -217,13 +200,7 @@ def cudnn(row: Row, x: Inputs) -> dict[str, Call]:
 
 
 OURS = {"cute_attn/sm90": "sm90", "cute_attn/sm80": "sm80"}
-PEERS: dict[str, Implementation] = {
-    "fa3": fa3,
-    "fa2": fa2,
-    "fa4": fa4,
-    "flashmla": flashmla,
-    "cudnn": cudnn,
-}
+PEERS: dict[str, Implementation] = {one.__name__: one for one in (fa3, fa2, fa4, flashmla, cudnn)}
 IMPLEMENTATIONS: dict[str, Implementation] = PEERS | {name: ours(arch) for name, arch in OURS.items()}
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.cliffs import by_workload, is_own
+
 NAMES = {
     "cute_attn/sm90": "cute_attn",
     "cute_attn/sm80": "cute_attn, Ampere kernel",
@@ -12,22 +14,31 @@ NAMES = {
     "fa2": "FA2",
     "fa4": "FA4",
     "cudnn": "cuDNN",
+    "flashmla": "FlashMLA",
 }
 COLOURS = dict(
-    zip(NAMES, ("tab:blue", "tab:cyan", "tab:orange", "tab:red", "tab:green", "tab:purple"), strict=True)
+    zip(
+        NAMES,
+        ("tab:blue", "tab:cyan", "tab:orange", "tab:red", "tab:green", "tab:purple", "tab:brown"),
+        strict=True,
+    )
 )
 _ONE_SEQUENCE = re.compile(r"b1-k(\d+)")
 
 
 def speeds(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
     """The lines with a time, by row and implementation, without the ceiling's."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in result["rows"]:
-        if line["workload"] != "read-only":
-            own = found.setdefault(line["workload"], {})
-            if "ms" in line:
-                own[line["impl"]] = line
-    return found
+    return {
+        name: {impl: line for impl, line in lines.items() if "ms" in line}
+        for name, lines in by_workload(result).items()
+        if name != "read-only"
+    }
+
+
+def fastest(lines: Mapping[str, dict[str, Any]]) -> list[dict[str, Any] | None]:
+    """Our fastest line of a row, and the fastest peer's; None for none."""
+    sides = ([line for name, line in lines.items() if is_own(name) == own] for own in (True, False))
+    return [min(side, key=lambda line: line["ms"], default=None) for side in sides]
 
 
 def ceiling(result: Mapping[str, Any]) -> float:
@@ -39,9 +50,8 @@ def ceiling(result: Mapping[str, Any]) -> float:
 def table(result: Mapping[str, Any]) -> str:
     """A line per row: our time, GB/s and part of the ceiling, each peer's time, and the fastest peer's over ours."""
     found, most = speeds(result), ceiling(result)
-    impls = list(dict.fromkeys(line["impl"] for line in result["rows"] if line["workload"] != "read-only"))
-    own = [name for name in impls if name.startswith("cute_attn/")]
-    peers = [name for name in impls if name not in own]
+    impls = dict.fromkeys(line["impl"] for line in result["rows"] if line["workload"] != "read-only")
+    own, peers = ([name for name in impls if is_own(name) == ours] for ours in (True, False))
     header = f"{'us; read-only ' + format(most, '.0f') + ' GB/s':32}"
     for name in own:
         header += f"{name.split('/')[-1]:>10}{'GB/s':>7}{'of it':>7}"
@@ -55,23 +65,18 @@ def table(result: Mapping[str, Any]) -> str:
             else:
                 line += f"{'-':>10}{'':14}"
         line += "".join(f"{1e3 * by_impl[n]['ms']:10.1f}" if n in by_impl else f"{'-':>10}" for n in peers)
-        ours = [by_impl[n]["ms"] for n in own if n in by_impl]
-        theirs = [by_impl[n]["ms"] for n in peers if n in by_impl]
-        lines.append(line + (f"{min(theirs) / min(ours):8.2f}" if ours and theirs else f"{'-':>8}"))
+        ours, theirs = fastest(by_impl)
+        lines.append(line + (f"{theirs['ms'] / ours['ms']:8.2f}" if ours and theirs else f"{'-':>8}"))
     return "\n".join(lines)
 
 
 def plot(result: Mapping[str, Any], path: Path) -> Path:
     """Left: one sequence over its length. Right: every row. A line is the speed of reading alone."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     found, most = speeds(result), ceiling(result)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(14, max(5.0, 0.28 * len(found) + 1.5)), width_ratios=(1, 1.1), layout="constrained"
-    )
+    figure = Figure(figsize=(14, max(5.0, 0.28 * len(found) + 1.5)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
     points: dict[str, list[tuple[int, float]]] = {}
     for row, by_impl in found.items():
         match = _ONE_SEQUENCE.fullmatch(row)
@@ -103,5 +108,10 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
     figure.suptitle(f"{result['gpu']}: attention with a cache, cold L2, in a CUDA graph")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
     return path
+
+
+def show(result: Mapping[str, Any], picture: Path) -> None:
+    """Print the table and draw the picture."""
+    print("\n" + table(result))
+    print(f"{result['gpu']}, {result['clock_mhz']} MHz under load; wrote {plot(result, picture)}")

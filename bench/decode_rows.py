@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ class Row:
     mixed: bool = False
     ampere: bool = False
     dtype: str = "bf16"
+    dropout: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
@@ -88,11 +89,6 @@ class Row:
         low, _ = RAGGED
         lengths = (rng.randint(min(low, self.keys), self.keys) for _ in range(self.batch))
         return tuple((self.queries, length) for length in lengths)
-
-    @property
-    def packed(self) -> bool:
-        """True if queries are packed one after the other."""
-        return self.mixed
 
     @property
     def capacity(self) -> int:
@@ -160,7 +156,7 @@ def make_inputs(row: Row, device: torch.device | str = "cuda", copies: int = 0) 
     queries, lengths = zip(*row.sequences, strict=True)
     batch = len(lengths)
     shared: dict[str, Any] = {}
-    if row.packed:
+    if row.mixed:
         q = randn(sum(queries), nheads, dim)
         ends = [sum(queries[:i]) for i in range(batch + 1)]
         shared |= {"cu_seqlens_q": int32(ends), "max_seqlen_q": max(queries)}

@@ -2,7 +2,7 @@
 
     python -m bench.drop_ins                          every row, under three minutes
     python -m bench.drop_ins '*cache*' 'DiT*'         the rows whose name matches
-    python -m bench.drop_ins --json rows.json
+    python -m bench.drop_ins -o rows.json
 
 Needs a GPU. A row is a program's attention call, or a step of a whole training with dropout. It is timed by PyTorch, by
 the drop-in as it is, and with every call served that kernels support. What PyTorch computes faster is declined by
@@ -10,9 +10,7 @@ the drop-in as it is, and with every call served that kernels support. What PyTo
 PyTorch one is missing. Medians of milliseconds, in turns, on a cold L2; compiling comes before.
 """
 
-import argparse
 import contextlib
-import fnmatch
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.run import need_gpu
+from bench.run import choose, need_gpu, parser
 
 Run = Callable[[], Any]
 
@@ -66,7 +64,6 @@ class Attention:
         return inputs, mask
 
     def ready(self) -> Run:
-        """Makes the call."""
         (query, key, value), mask = self.tensors("cuda")
 
         def run() -> None:
@@ -121,7 +118,6 @@ class Training:
     dropout: float
 
     def ready(self) -> Run:
-        """Makes a step."""
         width, layers, vocabulary, tokens = 768, 12, 50304, 1024
         embed = nn.Embedding(vocabulary, width)
         blocks = [Block(width, 12, self.dropout) for _ in range(layers)]
@@ -143,13 +139,8 @@ class Training:
 
 ROWS: dict[str, Attention | Training] = {
     **{
-        f"static cache, gpt-fast, {queries} queries": Attention(1, 32, 32, queries, 2048, 128, masked=True)
-        for queries in (1, 4, 16)
-    },
-    **{
-        f"static cache, transformers, {queries} queries": Attention(
-            8, 32, 32, queries, 1024, 128, masked=True
-        )
+        f"static cache, {who}, {queries} queries": Attention(batch, 32, 32, queries, keys, 128, masked=True)
+        for who, batch, keys in (("gpt-fast", 1, 2048), ("transformers", 8, 1024))
         for queries in (1, 4, 16)
     },
     "static cache, grouped heads, 1 query": Attention(8, 32, 8, 1, 4096, 128, masked=True),
@@ -184,32 +175,25 @@ def all_served() -> Iterator[None]:
         decline(rows)
 
 
-def milliseconds(run: Run, clock: Any) -> dict[str, float]:
-    """By PyTorch, by the drop-in, and by the drop-in with all served."""
+def measure(row: Attention | Training, clock: Any) -> dict[str, Any]:
+    """A row's times by PyTorch, by the drop-in and with all served, and what the drop-in left to PyTorch."""
     from cute_attn import sdpa
+
+    torch.manual_seed(0)
+    run = row.ready()
 
     def active() -> None:
         with sdpa.active(strict=True):
             run()
 
-    found = clock.medians({"PyTorch": run, "drop-in": active}, 200.0, most=200)
-    with all_served():
-        again = clock.medians({"PyTorch": run, "all served": active}, 200.0, most=200)
-    found["all served"] = again["all served"]
-    return found
-
-
-def measure(row: Attention | Training, clock: Any) -> dict[str, Any]:
-    """A row's times, and what the drop-in left to PyTorch."""
-    from cute_attn import sdpa
-
-    torch.manual_seed(0)
-    run = row.ready()
     before = sdpa.served.copy()
-    with sdpa.active(strict=True):
-        run()
+    active()
     calls = sdpa.served - before
-    times = milliseconds(run, clock)
+    times = clock.medians({"PyTorch": run, "drop-in": active}, 200.0, most=200)
+    with all_served():
+        times["all served"] = clock.medians({"PyTorch": run, "all served": active}, 200.0, most=200)[
+            "all served"
+        ]
     return {
         "ms": times,
         "speed-up": times["PyTorch"] / times["drop-in"],
@@ -219,22 +203,18 @@ def measure(row: Attention | Training, clock: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("patterns", nargs="*", default=["*"], help="which rows, by shell patterns")
-    parser.add_argument("--json", type=Path, help="write the rows into this file")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("-o", "--output", type=Path, help="the file to write")
+    options = made.parse_args()
+    names = choose(options, {name: name for name in ROWS})
     need_gpu()
     from cute_attn.lab.benchmark.results import machine
     from cute_attn.lab.benchmark.timing import Clock
 
     clock, rows = Clock(), {}
     print(f"{'ms, medians':42} {'PyTorch':>9} {'drop-in':>9} {'all served':>11}  times as fast, served")
-    for name, row in ROWS.items():
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in options.patterns):
-            continue
-        found = rows[name] = measure(row, clock)
+    for name in names:
+        found = rows[name] = measure(ROWS[name], clock)
         pytorch, ours, everything = found["ms"].values()
         print(
             f"{name:42} {pytorch:9.4f} {ours:9.4f} {everything:11.4f}  {pytorch / ours:.2f} "
@@ -244,8 +224,8 @@ def main() -> None:
         for reason, count in found["declined"].items():
             print(f"    {count} left to PyTorch: {reason}", flush=True)
         torch.cuda.empty_cache()
-    if options.json is not None:
-        options.json.write_text(json.dumps(machine() | {"rows": rows}, indent=1) + "\n")
+    if options.output is not None:
+        options.output.write_text(json.dumps(machine() | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@
     python -m bench.forward '*d128*causal*'       the rows whose name matches
     python -m bench.forward --list                their names
 
-Needs a GPU. Prints each row, and last a table with this package's speed over each peer's.
+Needs a GPU. Prints each row, and last a table with this package's speed over the fastest peer's: see :mod:`bench.run`.
 """
 
 from collections.abc import Iterator
 
 from bench import run
+from cute_attn.lab.benchmark import PEERS
 from cute_attn.lab.benchmark.workload import Workload, mixed_lengths, standard
+
+IMPL = (*PEERS, "*-sm*")
 
 
 def workloads() -> Iterator[Workload]:
@@ -34,4 +37,4 @@ def workloads() -> Iterator[Workload]:
 
 
 if __name__ == "__main__":
-    run.main("forward", __doc__.splitlines()[0], workloads())
+    run.main("forward", run.timing_parser(__doc__, IMPL, 100).parse_args(), workloads())

@@ -10,9 +10,7 @@ cute_attn.sdpa active, and after ``restore()``. Their runs alternate, since a bu
 least is the figure to read.
 """
 
-import argparse
 import contextlib
-import fnmatch
 import functools
 import itertools
 import statistics
@@ -22,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from bench.run import need_gpu
+from bench.run import choose, need_gpu, parser
 
 CALLS, WARM_UP, REPETITIONS = 40, 5, 100
 
@@ -64,7 +62,6 @@ def microseconds(steps: Sequence[tuple[Callable[[], Any], Row]]) -> list[tuple[f
 
 
 def rows() -> list[Row]:
-    """Calls of the package's own functions."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -195,16 +192,13 @@ def _step(row: Row) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("patterns", nargs="*", default=["*"], help="which rows, by shell patterns")
-    options = parser.parse_args()
-
+    options = parser(__doc__).parse_args()
     need_gpu()
+    groups = [[row] for row in rows()] + sdpa_rows()
+    wanted = choose(options, {row.name: row for group in groups for row in group})
     print(f"{'us of host time, median (least)':34} {'forward':>16} {'forward+backward':>20}")
-    for group in [[row] for row in rows()] + sdpa_rows():
-        chosen = [
-            row for row in group if any(fnmatch.fnmatch(row.name, pattern) for pattern in options.patterns)
-        ]
+    for group in groups:
+        chosen = [row for row in group if row in wanted]
         forward = microseconds([(functools.partial(row.call, False), row) for row in chosen])
         both = microseconds([(functools.partial(_step, row), row) for row in chosen if row.leaves])
         for row, alone, pair in itertools.zip_longest(chosen, forward, both):

@@ -4,16 +4,12 @@ The process sends the names of each step before it runs. When no message follows
 process continues without them.
 """
 
-import functools
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
-
-from cute_attn.lab.benchmark.results import first_line, time_workload
-from cute_attn.lab.benchmark.workload import Workload
 
 Rows = list[dict[str, Any]]
 Message = tuple[str, Any]
@@ -23,37 +19,11 @@ Work = Callable[[Sequence["Task"], Callable[[Message], None]], None]
 
 @dataclass(frozen=True)
 class Task:
-    """One workload, the names of the implementations that run it, and whether the GPU's clock is read after it."""
+    """What is timed, which has a name; the implementations that do it; whether the GPU's clock is read after it."""
 
-    workload: Workload
+    workload: Any
     names: tuple[str, ...]
     read_clock: bool = False
-
-
-def time_tasks(
-    tasks: Sequence[Task], send: Callable[[Message], None], *, milliseconds: float, most: int
-) -> None:
-    """The work on a GPU: :func:`time_workload` for every task."""
-    from cute_attn.lab.benchmark.peers import PEERS, own_kernels
-    from cute_attn.lab.benchmark.timing import Clock
-
-    clock = Clock()
-    for task in tasks:
-        known = own_kernels(task.workload.op) | PEERS
-        send(
-            (
-                "rows",
-                time_workload(
-                    task.workload,
-                    {name: known[name] for name in task.names},
-                    clock,
-                    milliseconds,
-                    most,
-                    read_clock=task.read_clock,
-                    stage=lambda names: send(("stage", names)),
-                ),
-            )
-        )
 
 
 def run_tasks(
@@ -110,40 +80,31 @@ def _messages(work: Work, tasks: Sequence[Task], patience: float, context: str) 
     process.start()
     sender.close()  # so that the end of the process is the end of the pipe
     try:
-        yield from _until_lost(receiver, process, patience)
+        while True:
+            message: Message = ("lost", f"it did not return within {patience:g} s")
+            try:
+                if receiver.poll(patience):
+                    message = receiver.recv()
+            except EOFError:
+                process.join()
+                message = ("lost", f"it ended the process (exit code {process.exitcode})")
+            if message[0] == "done":
+                return
+            yield message
+            if message[0] == "lost":
+                return
     finally:
         process.kill()
         process.join()
         receiver.close()
 
 
-def _until_lost(receiver: Connection, process: BaseProcess, patience: float) -> Iterator[Message]:
-    while True:
-        try:
-            message = receiver.recv() if receiver.poll(patience) else None
-        except EOFError:
-            process.join()
-            yield "lost", f"it ended the process (exit code {process.exitcode})"
-            return
-        if message is None:
-            yield "lost", f"it did not return within {patience:g} s"
-            return
-        if message[0] == "done":
-            return
-        yield message
-        if message[0] == "lost":
-            return
-
-
 def _main(work: Work, tasks: Sequence[Task], sender: Connection) -> None:
+    from cute_attn.lab.benchmark.results import first_line
+
     try:
         work(tasks, sender.send)
     except Exception as error:  # the error of the step's rows
         sender.send(("lost", first_line(error)))
     else:
         sender.send(("done", None))
-
-
-def timing(milliseconds: float, most: int) -> Work:
-    """:func:`time_tasks` for so many milliseconds, and at most so many calls per round, of each implementation."""
-    return functools.partial(time_tasks, milliseconds=milliseconds, most=most)

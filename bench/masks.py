@@ -2,7 +2,7 @@
 
     python -m bench.masks                       every row; writes bench/results/DATE-GPU-masks.json
     python -m bench.masks 'd64-*' '*-causal'    the rows whose name matches
-    python -m bench.masks --compile 0/8         build a share of the package's kernels, without a GPU
+    python -m bench.masks --compile 0/8         build an eighth of the package's kernels, without a GPU
     python -m bench.masks --list                their names
 
 Needs a GPU. One sequence of 16,384 tokens with 16 heads in bf16: eight masks as a BlockMask, then functions of scores
@@ -11,7 +11,6 @@ causal kernel, which visits other scores. Peers get the same blocks: FlashAttent
 compiled. Each output is compared with the package's.
 """
 
-import argparse
 import functools
 import math
 import statistics
@@ -298,45 +297,28 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def build(chosen: Sequence[Row]) -> int:
-    """Build the package's kernels of these rows into the disk cache, and say how many."""
-    from cute_attn import compiler
-
-    machine = run.machine_of_tests()
-    with machine.launches() as (_, found):
+def needed(chosen: Sequence[Row]) -> dict[str, tuple[Any, str]]:
+    """(kernel, target) by a name of all that the package launches for these rows."""
+    with run.machine_of_tests().launches() as (_, found):
         for row in chosen:
             prepared(row, "cpu")
             for implementation in (cute, built_in):
                 implementation(row)().backward(row.inputs["grad"])
             row.inputs.clear()
-    for kernel, target in found.values():
-        compiler.build(kernel, target)
-    return len(found)
-
-
-def parser() -> argparse.ArgumentParser:
-    """A parser of the command's arguments."""
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("rows", nargs="*", help="patterns of the rows' names; default: all")
-    made.add_argument("--impl", nargs="*", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
-    made.add_argument("--milliseconds", type=float, default=30, help="how long each is timed a row")
-    made.add_argument(
-        "--compile", metavar="PART/PARTS", help="build the kernels of a share of the rows, without a GPU"
-    )
-    made.add_argument("--list", action="store_true", help="print the rows' names and stop")
-    made.add_argument("-o", "--output", type=Path, help="the file to write")
-    return made
+    return found
 
 
 def main() -> None:
-    options = parser().parse_args()
-    chosen = [row for row in rows() if not options.rows or run.matches(row.name, options.rows)]
-    if options.list:
-        print("\n".join(row.name for row in chosen))
-        return
+    parser = run.parser(__doc__)
+    parser.add_argument("--impl", nargs="*", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
+    parser.add_argument("--milliseconds", type=float, default=30, help="how long each is timed a row")
+    only = "build some of the kernels, without a GPU"
+    parser.add_argument("--compile", metavar="PART/PARTS", help=only)
+    parser.add_argument("-o", "--output", type=Path, help="the file to write")
+    options = parser.parse_args()
+    chosen = run.choose(options, {row.name: row for row in rows()})
     if options.compile:
-        part, parts = map(int, options.compile.split("/"))
-        print(build(chosen[part::parts]), "kernels")
+        run.build(needed(chosen), options.compile)
         return
 
     run.need_gpu()
@@ -345,10 +327,9 @@ def main() -> None:
 
     clock, result = Clock(), machine() | {"rows": list[dict[str, Any]]()}
     path = options.output or default_path(run.RESULTS, "masks", result)
+    names = list(dict.fromkeys(("cute", *options.impl)))
     for row in chosen:
-        for one in measure(
-            row, ["cute", *(n for n in options.impl if n != "cute")], clock, options.milliseconds
-        ):
+        for one in measure(row, names, clock, options.milliseconds):
             result["rows"].append(one)
             print(*one.values(), flush=True)
         write(result, path)

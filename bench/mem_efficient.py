@@ -6,23 +6,15 @@
 
 Needs a GPU. Of a backward, one call of autograd is timed, for the gradients of q, k and v. fp32 rows are timed twice:
 at fp32's precision, as PyTorch's kernel computes, and in tf32; bf16 rows of small head dims on the Ampere kernels too.
-Kernels are built beforehand, by processes that make each row's first call.
 """
 
-import argparse
-import itertools
 from collections.abc import Iterator
 
-from bench.run import RESULTS, build_by_calls, matches, need_gpu, print_row
+from bench import run
 from cute_attn.lab.benchmark.workload import Workload
 
 PEER = "mem_efficient"
-OURS: dict[str, tuple[str | None, str | None, str | None]] = {
-    "cute_attn": (None, None, None),
-    "cute_attn/tf32": (None, None, "tf32"),
-    "cute_attn/sm80": ("sm80", None, None),
-}
-"""Kernel, tile and precision of this package's implementations."""
+IMPL = (PEER, "*-sm*", "cute_attn/tf32")
 
 
 def workloads() -> Iterator[Workload]:
@@ -45,61 +37,5 @@ def workloads() -> Iterator[Workload]:
         )
 
 
-def names_of(workload: Workload) -> tuple[str, ...]:
-    """The implementations of a row."""
-    if workload.dtype == "fp32":
-        return ("cute_attn", "cute_attn/tf32", PEER)
-    return ("cute_attn", "cute_attn/sm80", PEER) if workload.head_dim <= 128 else ("cute_attn", PEER)
-
-
-def first_calls(workload: Workload) -> str:
-    """Call this package's implementations of a row once; the error or ""."""
-    from cute_attn.lab.benchmark.peers import ours
-    from cute_attn.lab.benchmark.results import first_line
-
-    try:
-        for name in names_of(workload)[:-1]:
-            ours(*OURS[name])(workload, workload.inputs())()
-    except Exception as error:
-        return f"{workload.name}: {first_line(error)}"
-    return ""
-
-
-def print_ratios(rows: list[dict]) -> None:
-    """Each of this package's rows over the peer's of the same workload."""
-    peers = {row["workload"]: row["ms"] for row in rows if row["impl"] == PEER and "ms" in row}
-    for row in rows:
-        if row["impl"] != PEER and "ms" in row and row["workload"] in peers:
-            print(f"{row['workload']:44} {row['impl']:24} {peers[row['workload']] / row['ms']:6.2f}x {PEER}")
-
-
-def main() -> None:
-    """Time the rows that are asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("patterns", nargs="*", default=["*"], help="which workloads, by shell patterns")
-    parser.add_argument("--list", action="store_true", help="print the workloads' names and stop")
-    parser.add_argument("--milliseconds", type=float, default=100, help="how long each is timed a workload")
-    parser.add_argument("--workers", type=int, default=8, help="processes that build kernels")
-    options = parser.parse_args()
-    chosen = [w for w in workloads() if matches(w.name, options.patterns)]
-    if options.list or not chosen:
-        print("\n".join(w.name for w in chosen) or f"no workload matches {options.patterns}")
-        return
-
-    need_gpu()
-    from cute_attn.lab.benchmark.peers import PEERS, ours
-    from cute_attn.lab.benchmark.results import default_path, time_workloads, write
-
-    build_by_calls(first_calls, chosen, options.workers)
-    rows: list[dict] = []
-    for names, some in itertools.groupby(sorted(chosen, key=names_of, reverse=True), names_of):
-        rivals = {name: PEERS[PEER] if name == PEER else ours(*OURS[name]) for name in names}
-        result = time_workloads(some, rivals, print_row, options.milliseconds)
-        rows += result["rows"]
-    result["rows"] = rows
-    print_ratios(rows)
-    print(f"wrote {write(result, default_path(RESULTS, 'mem_efficient', result))}")
-
-
 if __name__ == "__main__":
-    main()
+    run.main("mem_efficient", run.timing_parser(__doc__, IMPL, 100).parse_args(), workloads())

@@ -10,8 +10,7 @@ Needs a GPU. Sizes are those that the models' published configurations have, at 
 are timed, compared and shown as by :mod:`bench.shapes`, whose options these are.
 """
 
-import json
-import sys
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,64 +18,61 @@ from typing import Any
 from bench import run, shapes
 from cute_attn.lab.benchmark.workload import Workload, mixed_lengths
 
-PEERS = (*shapes.PEERS, "mem_efficient", "ffpa")
-"""The default of ``--impl``, beside our newest kernel; mem_efficient has biases and their gradients, ffpa head dims
-above 256."""
+causal = functools.partial(Workload, causal=True)
+
+IMPL = (*shapes.IMPL, "mem_efficient", "ffpa")
+"""The default of ``--impl``; mem_efficient has biases and their gradients, ffpa head dims above 256."""
 
 
 def trained() -> Iterator[tuple[str, Workload]]:
     """Model and forward of what is trained: timed both ways."""
-    causal: dict[str, Any] = {"causal": True}
     # Decoders with as many key heads as query heads, with groups of query heads, and with one key head.
-    yield "gpt2 124M s1024", Workload(8, 1024, 12, 64, **causal)
-    yield "gpt2-xl s1024", Workload(4, 1024, 25, 64, **causal)
-    yield "gpt3-13B s2048", Workload(2, 2048, 40, 128, **causal)
-    yield "gpt-neox-20B d96 s2048", Workload(2, 2048, 64, 96, **causal)
-    yield "pythia-6.9B s2048", Workload(2, 2048, 32, 128, **causal)
-    yield "llama2-7B s4096", Workload(1, 4096, 32, 128, **causal)
-    yield "llama3-8B s8192", Workload(1, 8192, 32, 128, nheads_kv=8, **causal)
-    yield "llama3-70B s4096", Workload(1, 4096, 64, 128, nheads_kv=8, **causal)
-    yield "llama3.2-1B s4096", Workload(2, 4096, 32, 64, nheads_kv=8, **causal)
-    yield "llama3-8B 128k, a quarter of its heads", Workload(1, 131072, 8, 128, nheads_kv=2, **causal)
-    yield "qwen2.5-7B 28 on 4", Workload(1, 8192, 28, 128, nheads_kv=4, **causal)
-    yield "qwen2.5-0.5B 14 on 2", Workload(4, 4096, 14, 64, nheads_kv=2, **causal)
-    yield "qwen3-32B 64 on 8", Workload(1, 8192, 64, 128, nheads_kv=8, **causal)
-    yield "phi-3-medium 40 on 10", Workload(2, 4096, 40, 128, nheads_kv=10, **causal)
-    yield "falcon-7B 71 on 1", Workload(8, 2048, 71, 64, nheads_kv=1, **causal)
-    yield "starcoder 48 on 1", Workload(2, 8192, 48, 128, nheads_kv=1, **causal)
-    yield "gemma-2B 8 on 1 d256", Workload(2, 8192, 8, 256, nheads_kv=1, **causal)
-    yield "gptj-6B d256", Workload(2, 2048, 16, 256, **causal)
-    yield "llama3-70B b2 s4096", Workload(2, 4096, 64, 128, nheads_kv=8, **causal)
-    yield "qwen2-7B b4 s3000", Workload(4, 3000, 28, 128, nheads_kv=4, **causal)
-    yield "16 heads on 2 d256 s4096", Workload(1, 4096, 16, 256, nheads_kv=2, **causal)
-    yield "16 heads d256 s8192", Workload(1, 8192, 16, 256, **causal)
+    yield "gpt2 124M s1024", causal(8, 1024, 12, 64)
+    yield "gpt2-xl s1024", causal(4, 1024, 25, 64)
+    yield "gpt3-13B s2048", causal(2, 2048, 40, 128)
+    yield "gpt-neox-20B d96 s2048", causal(2, 2048, 64, 96)
+    yield "pythia-6.9B s2048", causal(2, 2048, 32, 128)
+    yield "llama2-7B s4096", causal(1, 4096, 32, 128)
+    yield "llama3-8B s8192", causal(1, 8192, 32, 128, nheads_kv=8)
+    yield "llama3-70B s4096", causal(1, 4096, 64, 128, nheads_kv=8)
+    yield "llama3.2-1B s4096", causal(2, 4096, 32, 64, nheads_kv=8)
+    yield "llama3-8B 128k, a quarter of its heads", causal(1, 131072, 8, 128, nheads_kv=2)
+    yield "qwen2.5-7B 28 on 4", causal(1, 8192, 28, 128, nheads_kv=4)
+    yield "qwen2.5-0.5B 14 on 2", causal(4, 4096, 14, 64, nheads_kv=2)
+    yield "qwen3-32B 64 on 8", causal(1, 8192, 64, 128, nheads_kv=8)
+    yield "phi-3-medium 40 on 10", causal(2, 4096, 40, 128, nheads_kv=10)
+    yield "falcon-7B 71 on 1", causal(8, 2048, 71, 64, nheads_kv=1)
+    yield "starcoder 48 on 1", causal(2, 8192, 48, 128, nheads_kv=1)
+    yield "gemma-2B 8 on 1 d256", causal(2, 8192, 8, 256, nheads_kv=1)
+    yield "gptj-6B d256", causal(2, 2048, 16, 256)
+    yield "llama3-70B b2 s4096", causal(2, 4096, 64, 128, nheads_kv=8)
+    yield "qwen2-7B b4 s3000", causal(4, 3000, 28, 128, nheads_kv=4)
+    yield "16 heads on 2 d256 s4096", causal(1, 4096, 16, 256, nheads_kv=2)
+    yield "16 heads d256 s8192", causal(1, 8192, 16, 256)
     yield "16 heads d256 s8192, full", Workload(1, 8192, 16, 256)
-    yield "32 heads d80 s2048", Workload(2, 2048, 32, 80, **causal)
-    yield "32 heads d112 s2048", Workload(2, 2048, 32, 112, **causal)
-    yield "deepseek-v3, half of its heads", Workload(1, 4096, 64, 192, head_dim_v=128, **causal)
+    yield "32 heads d80 s2048", causal(2, 2048, 32, 80)
+    yield "32 heads d112 s2048", causal(2, 2048, 32, 112)
+    yield "deepseek-v3, half of its heads", causal(1, 4096, 64, 192, head_dim_v=128)
     for seqlen in (1024, 2048, 4096, 8192):
-        yield f"48 heads b4 s{seqlen}", Workload(4, seqlen, 48, 128, **causal)
-    yield "one short sequence", Workload(1, 1024, 8, 128, **causal)
+        yield f"48 heads b4 s{seqlen}", causal(4, seqlen, 48, 128)
+    yield "one short sequence", causal(1, 1024, 8, 128)
     # Windows, softcap, sinks, ALiBi, a latent cache.
-    yield "mistral-7B window 4096", Workload(1, 16384, 32, 128, nheads_kv=8, window=4096, **causal)
-    yield "gemma2-9B softcap d256", Workload(1, 8192, 16, 256, nheads_kv=8, softcap=True, **causal)
+    yield "mistral-7B window 4096", causal(1, 16384, 32, 128, nheads_kv=8, window=4096)
+    yield "gemma2-9B softcap d256", causal(1, 8192, 16, 256, nheads_kv=8, softcap=True)
     yield (
         "gemma2-9B window and softcap d256",
-        Workload(1, 8192, 16, 256, nheads_kv=8, window=4096, softcap=True, **causal),
+        causal(1, 8192, 16, 256, nheads_kv=8, window=4096, softcap=True),
     )
-    yield "gemma3-12B window 1024 d256", Workload(1, 8192, 16, 256, nheads_kv=8, window=1024, **causal)
-    yield (
-        "gpt-oss-20B window 128 with sinks",
-        Workload(1, 8192, 64, 64, nheads_kv=8, window=128, sinks="bf16", **causal),
-    )
-    yield "gpt-oss-20B with sinks", Workload(1, 8192, 64, 64, nheads_kv=8, sinks="bf16", **causal)
-    yield "window 128 without sinks", Workload(1, 8192, 64, 64, nheads_kv=8, window=128, **causal)
-    yield "mpt-7B alibi", Workload(2, 2048, 32, 128, alibi=True, **causal)
-    yield "deepseek-v3 192 x 128", Workload(1, 4096, 128, 192, head_dim_v=128, **causal)
-    yield "gemma4 global d512", Workload(1, 8192, 16, 512, nheads_kv=4, **causal)
+    yield "gemma3-12B window 1024 d256", causal(1, 8192, 16, 256, nheads_kv=8, window=1024)
+    yield "gpt-oss-20B window 128 with sinks", causal(1, 8192, 64, 64, nheads_kv=8, window=128, sinks="bf16")
+    yield "gpt-oss-20B with sinks", causal(1, 8192, 64, 64, nheads_kv=8, sinks="bf16")
+    yield "window 128 without sinks", causal(1, 8192, 64, 64, nheads_kv=8, window=128)
+    yield "mpt-7B alibi", causal(2, 2048, 32, 128, alibi=True)
+    yield "deepseek-v3 192 x 128", causal(1, 4096, 128, 192, head_dim_v=128)
+    yield "gemma4 global d512", causal(1, 8192, 16, 512, nheads_kv=4)
     # Packed sequences.
     lengths = mixed_lengths(16384, 4096)
-    yield "llama3-8B packed", Workload(1, 1, 32, 128, nheads_kv=8, lengths=lengths, **causal)
+    yield "llama3-8B packed", causal(1, 1, 32, 128, nheads_kv=8, lengths=lengths)
     yield "bert-large packed", Workload(1, 1, 16, 64, lengths=mixed_lengths(16384, 512))
     # Encoders, vision, speech.
     yield "bert-base s512", Workload(32, 512, 12, 64)
@@ -85,7 +81,7 @@ def trained() -> Iterator[tuple[str, Workload]]:
     yield "modernbert global s8192", Workload(2, 8192, 12, 64)
     yield "wav2vec2 s749", Workload(16, 749, 16, 64)
     yield "esm s1022", Workload(8, 1022, 20, 64)
-    yield "clip text s77", Workload(256, 77, 12, 64, **causal)
+    yield "clip text s77", causal(256, 77, 12, 64)
     yield "vit-base s197", Workload(64, 197, 12, 64)
     yield "vit-large s577", Workload(16, 577, 16, 64)
     yield "vit-huge d80 s257", Workload(32, 257, 16, 80)
@@ -121,26 +117,19 @@ def trained() -> Iterator[tuple[str, Workload]]:
 
 def served() -> Iterator[tuple[str, Workload]]:
     """Model and forward of what is only served."""
-    causal: dict[str, Any] = {"causal": True}
-    yield "llama3-8B prefill 512 after 8k", Workload(1, 512, 32, 128, nheads_kv=8, seqlen_k=8704, **causal)
-    yield (
-        "llama3-8B prefill 2048 after 32k",
-        Workload(1, 2048, 32, 128, nheads_kv=8, seqlen_k=34816, **causal),
-    )
-    yield (
-        "llama3-70B prefill 8192 after 8k",
-        Workload(1, 8192, 64, 128, nheads_kv=8, seqlen_k=16384, **causal),
-    )
-    yield "llama3-8B decode k4096 b32", Workload(32, 1, 32, 128, nheads_kv=8, seqlen_k=4096, **causal)
-    yield "llama3-8B decode k32768 b4", Workload(4, 1, 32, 128, nheads_kv=8, seqlen_k=32768, **causal)
-    yield "falcon-7B decode k2048 b64", Workload(64, 1, 71, 64, nheads_kv=1, seqlen_k=2048, **causal)
-    yield "gpt2 decode k300", Workload(1, 1, 12, 64, seqlen_k=300, **causal)
-    yield "llama3-8B decode k2048 b128", Workload(128, 1, 32, 128, nheads_kv=8, seqlen_k=2048, **causal)
-    yield "decode k1000 b256 8 on 1", Workload(256, 1, 8, 128, nheads_kv=1, seqlen_k=1000, **causal)
-    yield "decode k9000 d64 64 on 8", Workload(1, 1, 64, 64, nheads_kv=8, seqlen_k=9000, **causal)
-    yield "4 queries on 16384 b8", Workload(8, 4, 32, 128, nheads_kv=8, seqlen_k=16384, **causal)
-    yield "64 queries on 30000 b4", Workload(4, 64, 32, 128, nheads_kv=8, seqlen_k=30000, **causal)
-    yield "speculative 8 on 4096 b16", Workload(16, 8, 32, 128, nheads_kv=8, seqlen_k=4096, **causal)
+    yield "llama3-8B prefill 512 after 8k", causal(1, 512, 32, 128, nheads_kv=8, seqlen_k=8704)
+    yield "llama3-8B prefill 2048 after 32k", causal(1, 2048, 32, 128, nheads_kv=8, seqlen_k=34816)
+    yield "llama3-70B prefill 8192 after 8k", causal(1, 8192, 64, 128, nheads_kv=8, seqlen_k=16384)
+    yield "llama3-8B decode k4096 b32", causal(32, 1, 32, 128, nheads_kv=8, seqlen_k=4096)
+    yield "llama3-8B decode k32768 b4", causal(4, 1, 32, 128, nheads_kv=8, seqlen_k=32768)
+    yield "falcon-7B decode k2048 b64", causal(64, 1, 71, 64, nheads_kv=1, seqlen_k=2048)
+    yield "gpt2 decode k300", causal(1, 1, 12, 64, seqlen_k=300)
+    yield "llama3-8B decode k2048 b128", causal(128, 1, 32, 128, nheads_kv=8, seqlen_k=2048)
+    yield "decode k1000 b256 8 on 1", causal(256, 1, 8, 128, nheads_kv=1, seqlen_k=1000)
+    yield "decode k9000 d64 64 on 8", causal(1, 1, 64, 64, nheads_kv=8, seqlen_k=9000)
+    yield "4 queries on 16384 b8", causal(8, 4, 32, 128, nheads_kv=8, seqlen_k=16384)
+    yield "64 queries on 30000 b4", causal(4, 64, 32, 128, nheads_kv=8, seqlen_k=30000)
+    yield "speculative 8 on 4096 b16", causal(16, 8, 32, 128, nheads_kv=8, seqlen_k=4096)
 
 
 def rows(op: str) -> list[tuple[str, Workload]]:
@@ -155,32 +144,12 @@ def rows(op: str) -> list[tuple[str, Workload]]:
 
 
 def main() -> None:
-    parser = shapes.parser(
-        __doc__.splitlines()[0], "which rows, by shell patterns of model or workload", PEERS
-    )
+    parser = run.timing_parser(__doc__, IMPL)
+    parser.add_argument("--op", choices=("forward", "backward", "both"), default="both")
     options = parser.parse_args()
-    if options.result:
-        shapes.show(
-            json.loads(options.result.read_text()), options.picture or options.result.with_suffix(".png")
-        )
-        return
-    chosen = {
-        w.name: (model, w)
-        for model, w in rows(options.op)
-        if run.matches(model, options.patterns) or run.matches(w.name, options.patterns)
-    }
-    if options.list:
-        print("\n".join(f"{model:36} {w.name}" for model, w in chosen.values()))
-        return
-    if not chosen:
-        sys.exit(f"no row matches {options.patterns}; --list names them")
-    shapes.measure(
-        [w for _, w in chosen.values()],
-        options,
-        "models",
-        {"models": {name: model for name, (model, _) in chosen.items()}},
-        PEERS,
-    )
+    found = rows(options.op)
+    models = {w.name: model for model, w in found}
+    run.main("models", options, [w for _, w in found], models, {"models": models})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import json
 import re
 import statistics
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -305,19 +304,6 @@ def judged(stored: Mapping[str, Any], ops: Sequence[str], rows: int) -> Iterator
                 }
 
 
-def build(chosen: Sequence[Shape], part: int, parts: int) -> int:
-    """Build a share of the kernels into the disk cache, and say how many."""
-    own = {name: it for name, it in needed(chosen).items() if zlib.crc32(name.encode()) % parts == part}
-    from cute_attn import compiler
-
-    for name, (kernel, target) in own.items():
-        try:
-            compiler.build(kernel, target)
-        except Exception as error:
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-    return len(own)
-
-
 # ---- timing ----
 
 
@@ -382,7 +368,6 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """One shape's."""
     if "error" in row:
         return f"{row['op']:14} {row['workload']:52} {row['error']}"
     times = f"{row['ms']:8.4f} ms, best {row['best_ms']:8.4f}, regret {row['regret']:6.1%}"
@@ -439,30 +424,21 @@ def picture(result: dict[str, Any]) -> Any:
     return figure
 
 
-def parser() -> argparse.ArgumentParser:
-    """A parser of the command's arguments."""
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("--op", nargs="*", choices=OPS, default=OPS, help="which ops; default: all")
-    made.add_argument("--seed", type=int, default=0, help="which shapes")
-    made.add_argument("--rows", type=int, default=24, help="how many shapes of an op")
-    made.add_argument(
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", nargs="*", choices=OPS, default=OPS, help="which ops; default: all")
+    parser.add_argument("--seed", type=int, default=0, help="which shapes")
+    parser.add_argument("--rows", type=int, default=24, help="how many shapes of an op")
+    parser.add_argument(
         "--milliseconds", type=float, default=10, help="how long each candidate is timed a shape"
     )
-    made.add_argument("--compile", metavar="PART/PARTS", help="build a share of the kernels, without a GPU")
-    made.add_argument("--list", action="store_true", help="print the shapes and stop")
-    made.add_argument(
-        "--judge",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="today's choices by stored timings, without a GPU",
-    )
-    made.add_argument("-o", "--output", type=Path, help="the file to write")
-    return made
-
-
-def main() -> None:
-    options = parser().parse_args()
+    some = "build some of the kernels, without a GPU"
+    parser.add_argument("--compile", metavar="PART/PARTS", help=some)
+    parser.add_argument("--list", action="store_true", help="print the shapes and stop")
+    stored_help = "today's choices by stored timings, without a GPU"
+    parser.add_argument("--judge", nargs="+", type=Path, metavar="FILE", help=stored_help)
+    parser.add_argument("-o", "--output", type=Path, help="the file to write")
+    options = parser.parse_args()
     if options.judge:
         stored = [json.loads(path.read_text()) for path in options.judge]
         rows = [row for one in stored for row in judged(one, options.op, options.rows)]
@@ -472,7 +448,7 @@ def main() -> None:
     if options.list:
         print("\n".join(f"{shape.op:14} {shape.name}" for shape in chosen))
     elif options.compile:
-        print(build(chosen, *map(int, options.compile.split("/"))), "kernels")
+        run.build(needed(chosen), options.compile)
     else:
         measure(chosen, options)
 

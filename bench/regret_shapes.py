@@ -52,7 +52,6 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads of a key head."""
         return self.of.heads[0] // self.of.heads[1] if isinstance(self.of, Row) else self.of.tile_lengths[2]
 
     @property
@@ -126,7 +125,6 @@ _CACHED: tuple[dict[str, Any], ...] = (
 
 
 def _cached(rng: random.Random, op: str, number: int) -> Shape:
-    """A call with a cache."""
     own = _CACHED[number % len(_CACHED)]
     causal = own.get("causal", False) or op == "append"
     queries = rng.choice((1, 2, 8, 64, 256)) if causal else 1

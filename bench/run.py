@@ -1,47 +1,84 @@
-"""Shared by the benchmarks: choosing workloads and implementations, building kernels, printing rows and a table."""
+"""What benchmarks have in common: their arguments, the choice of rows, and a runner of workloads."""
 
 import argparse
 import fnmatch
+import functools
 import importlib.util
+import json
 import multiprocessing
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cute_attn.lab.benchmark.workload import DROPOUT_P, Workload
+from bench import cliffs
+from bench.isolated import Message, Task, Work, run_tasks
+from cute_attn.lab.benchmark.workload import Workload
 
 RESULTS = Path(__file__).parent / "results"
+NEWEST = "newest"
+"""What ``--impl`` calls this package's kernel that a call takes by default."""
+CLOCK_EVERY = 10
+"""The GPU's clock is read after one of so many rows."""
+_CALLS_PER_MS = 2.5  # at most, of an implementation in a round; each flushes the L2
 
 
-def main(question: str, description: str, workloads: Iterable[Workload]) -> None:
-    """Time this package's kernels for an operation, ``question``, and their peers."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("patterns", nargs="*", default=["*"], help="which workloads, by shell patterns")
-    parser.add_argument("--list", action="store_true", help="print the workloads' names and stop")
-    parser.add_argument("--impl", nargs="*", default=["*"], help="which implementations, by shell patterns")
-    parser.add_argument("--output", type=Path, help="the file to write")
-    parser.add_argument("--milliseconds", type=float, default=100, help="how long each is timed a workload")
-    options = parser.parse_args()
-    chosen = [w for w in workloads if matches(w.name, options.patterns)]
+# ---- the command ----
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Of a command whose rows are chosen by name; ``doc``: its module's docstring."""
+    made = argparse.ArgumentParser(description=doc.splitlines()[0])
+    made.add_argument("patterns", nargs="*", default=["*"], help="which rows, by shell patterns")
+    made.add_argument("--list", action="store_true", help="print the rows' names and stop")
+    return made
+
+
+def timing_parser(doc: str, impl: Sequence[str], milliseconds: float = 20.0) -> argparse.ArgumentParser:
+    """Of a command whose rows are timed in another process; ``impl``: patterns of the implementations by default."""
+    made = parser(doc)
+    made.add_argument("-o", "--output", type=Path, help="the file to write")
+    which = f"which implementations, by shell patterns; default: {' '.join(impl)}"
+    made.add_argument("--impl", nargs="*", default=impl, help=which)
+    made.add_argument(
+        "--milliseconds", type=float, default=milliseconds, help="how long each is timed a row, at the most"
+    )
+    made.add_argument("--workers", type=int, default=8, help="processes that build kernels")
+    made.add_argument(
+        "--patience", type=float, default=90, help="after how many seconds an implementation counts as hung"
+    )
+    made.add_argument("--picture", type=Path, help="the picture to write; default: beside the file")
+    made.add_argument("--result", type=Path, help="show this result instead of measuring one")
+    return made
+
+
+def choose(
+    options: argparse.Namespace,
+    rows: Mapping[str, Any],
+    show: Callable[[dict[str, Any], Path], None] | None = None,
+    titles: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """The rows whose name or title matches; exits if there is none.
+
+    Prints their names, or calls ``show`` with a stored result, and exits where that is asked for.
+    """
+    titles = titles or {}
+    if show is not None and options.result:
+        show(json.loads(options.result.read_text()), options.picture or options.result.with_suffix(".png"))
+        sys.exit()
+    names = [n for n in rows if any(matches(x, options.patterns) for x in (n, titles.get(n, n)))]
     if options.list:
-        print("\n".join(w.name for w in chosen))
-        return
-    if not chosen:
-        sys.exit(f"no workload matches {options.patterns}; --list names them")
+        print("\n".join(f"{name:44} {titles.get(name, '')}".rstrip() for name in names))
+        sys.exit()
+    if not names:
+        sys.exit(f"no row matches {options.patterns}; --list names them")
+    return [rows[name] for name in names]
 
-    need_gpu()
-    from cute_attn.lab.benchmark.peers import PEERS, own_kernels
-    from cute_attn.lab.benchmark.results import default_path, time_workloads, write
 
-    rivals = own_kernels(question) | PEERS
-    rivals = {name: run for name, run in rivals.items() if matches(name, options.impl)}
-    build(chosen, rivals)
-    result = time_workloads(chosen, rivals, print_row, options.milliseconds)
-    path = write(result, options.output or default_path(RESULTS, question, result))
-    print_table(result)
-    print(f"{result['gpu']}, {result['clock_mhz']} MHz under load, dropout {DROPOUT_P}; wrote {path}")
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """True if any of the shell patterns matches."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 def need_gpu() -> None:
@@ -59,39 +96,24 @@ def machine_of_tests() -> Any:
     return importlib.import_module("tests.machine")
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """True if any of the shell patterns matches."""
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+def build(found: Mapping[str, tuple[Any, str]], group: str) -> None:
+    """Build one of several groups of kernels, ``PART/PARTS``, into the disk cache, and say how many.
+
+    found: (kernel, target) by a name.
+    """
+    from cute_attn import compiler
+
+    part, parts = map(int, group.split("/"))
+    own = {name: one for name, one in found.items() if zlib.crc32(name.encode()) % parts == part}
+    for name, one in own.items():
+        try:
+            compiler.build(*one)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+    print(len(own), "kernels")
 
 
-def build(workloads: list[Workload], rivals: Iterable[str]) -> None:
-    """Build this package's kernels in parallel; one that cannot be built is an error in its row."""
-    from cute_attn.compiler import default_target, prebuild, registry
-    from cute_attn.host.backward import kernels_of
-
-    target = default_target("sm80")
-    requests: list[tuple[Any, Any, str | None]] = []
-    for name in rivals:
-        if not name.startswith("cute_attn/"):
-            continue
-        arch = name.rpartition("-")[2]
-        for workload in workloads:
-            try:
-                forward = registry.lookup(workload.traits(arch, "forward"), None, target)
-                forward = forward.for_lengths(
-                    *workload.tile_lengths, target, workload.pairs, workload.seen_by_window
-                )
-                requests.append((forward.traits, forward.tile, target))
-                if workload.op == "backward":
-                    kernel = registry.lookup(workload.traits(arch), None, target)
-                    kernel = kernel.for_lengths(
-                        *workload.tile_lengths, target, workload.pairs, workload.seen_by_window
-                    )
-                    requests += [(*one, target) for one in kernels_of(kernel)]
-            except registry.Unsupported:
-                continue
-    for _ in prebuild(requests):
-        pass
+# ---- rows in another process ----
 
 
 def build_by_calls(call: Callable[[Any], str], items: Sequence[Any], workers: int) -> None:
@@ -108,40 +130,113 @@ def build_by_calls(call: Callable[[Any], str], items: Sequence[Any], workers: in
                 print(error, flush=True)
 
 
+def measure(
+    question: str,
+    options: argparse.Namespace,
+    tasks: Sequence[Task],
+    work: Work,
+    show: Callable[[dict[str, Any], Path], None],
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Time the tasks, and show the result, which is written after each in case the run is cut.
+
+    about: what the result has beside its rows.
+    """
+    from cute_attn.lab.benchmark.results import default_path, machine, write
+    from cute_attn.lab.sensors import known_median
+
+    result: dict[str, Any] = machine() | dict(about or {}) | {"rows": []}
+    path = options.output or default_path(RESULTS, question, result)
+    clocks: list[int | None] = []
+    for rows, clock in run_tasks(work, tasks, options.patience):
+        for row in rows:
+            print_row(row)
+        clocks.append(clock)
+        result["rows"] += rows
+        result["clock_mhz"] = known_median(clocks)
+        write(result, path)
+    show(result, options.picture or path.with_suffix(".png"))
+    print(f"wrote {path}")
+
+
 def print_row(row: dict[str, Any]) -> None:
-    """One line."""
-    numbers = row["error"] if "error" in row else f"{row['ms']:9.3f} ms {row['value']:7.1f} {row['unit']}"
-    print(f"{row['workload']:44} {row['impl']:24} {numbers}", flush=True)
-
-
-def print_table(result: dict[str, Any]) -> None:
-    """A line per workload: each kernel's speed, and the best one's ratio to each peer's."""
-    names = list(dict.fromkeys(row["impl"] for row in result["rows"]))
-    own = [name for name in names if name.startswith("cute_attn/")]
-    peers = [name for name in names if name not in own]
-    speeds: dict[str, dict[str, float]] = {}
-    for row in result["rows"]:
-        speeds.setdefault(row["workload"], {})
-        if "value" in row:
-            speeds[row["workload"]][row["impl"]] = row["value"]
-    print(
-        f"\n{'TFLOP/s, and our best over each peer':44}"
-        + "".join(f"{n.split('/')[-1]:>15}" for n in own + peers)
+    """One implementation's time, or its error."""
+    numbers = (
+        row.get("error")
+        or f"{1e3 * row['ms']:11.2f} us {row['value']:7.1f} {row['unit']} {row.get('how', '')}"
     )
-    for workload, values in speeds.items():
-        best = max((values[name] for name in own if name in values), default=None)
-        line = f"{workload:44}"
-        for name in own + peers:
-            speed = f"{values[name]:.0f}" if name in values else "-"
-            ratio = f"{best / values[name]:.2f}x" if best and name in values and name in peers else ""
-            line += f"{speed:>9}{ratio:>6}" if name in peers else f"{speed:>15}"
-        print(line)
-    for name in own:
-        ratios = [
-            values[name] / max(values[peer] for peer in peers if peer in values)
-            for values in speeds.values()
-            if name in values and any(peer in values for peer in peers)
-        ]
-        if ratios:
-            mean, least = statistics.geometric_mean(ratios), min(ratios)
-            print(f"{name} over the fastest peer of each row: geometric mean {mean:.3f}, least {least:.3f}")
+    print(f"{row['workload']:44} {row['impl']:24} {numbers}".rstrip(), flush=True)
+
+
+# ---- workloads ----
+
+
+def main(
+    question: str,
+    options: argparse.Namespace,
+    workloads: Iterable[Workload],
+    titles: Mapping[str, str] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Time the workloads that are chosen by name or title, or show a stored result."""
+    chosen = choose(options, {w.name: w for w in workloads}, cliffs.show, titles)
+    need_gpu()
+    names = {op: names_of(op, options.impl) for op in {w.op for w in chosen}}
+    build_by_calls(functools.partial(first_calls, names=names), chosen, options.workers)
+    tasks = [Task(w, names[w.op], read_clock=i % CLOCK_EVERY == 0) for i, w in enumerate(chosen)]
+    work = functools.partial(time_tasks, milliseconds=options.milliseconds)
+    measure(question, options, tasks, work, cliffs.show, about)
+
+
+def implementations(op: str) -> dict[str, Any]:
+    """All implementations of an operation by name, peers first: the first one's output is the expected one."""
+    from cute_attn.lab.benchmark.peers import PEERS, ours, own_kernels
+
+    return PEERS | own_kernels(op) | {"cute_attn/tf32": ours(None, precision="tf32")}
+
+
+def names_of(op: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The implementations that match; exits if none is this package's."""
+    known = implementations(op)
+    wanted = {NEWEST: cliffs.newest(known)}
+    patterns = [wanted.get(pattern, pattern) for pattern in patterns]
+    chosen = tuple(name for name in known if matches(name, patterns))
+    own = [name for name in known if cliffs.is_own(name)]
+    if not set(own) & set(chosen):
+        sys.exit(
+            f"--impl {' '.join(patterns)} matches none of {', '.join(own)}; accepted: patterns that match one"
+        )
+    return chosen
+
+
+def first_calls(workload: Workload, names: Mapping[str, Sequence[str]]) -> str:
+    """Call this package's implementations of a workload once; the last error or ""."""
+    from cute_attn.lab.benchmark.results import first_line
+
+    error = ""
+    for name in filter(cliffs.is_own, names[workload.op]):
+        try:
+            implementations(workload.op)[name](workload, workload.inputs())()
+        except Exception as reason:
+            error = f"{workload.name}: {name}: {first_line(reason)}"
+    return error
+
+
+def time_tasks(tasks: Sequence[Task], send: Callable[[Message], None], *, milliseconds: float) -> None:
+    """The work of the other process: :func:`time_workload` for every task."""
+    from cute_attn.lab.benchmark.results import time_workload
+    from cute_attn.lab.benchmark.timing import Clock
+
+    clock = Clock()
+    for task in tasks:
+        known = implementations(task.workload.op)
+        found = time_workload(
+            task.workload,
+            {name: known[name] for name in task.names},
+            clock,
+            milliseconds,
+            round(_CALLS_PER_MS * milliseconds),
+            read_clock=task.read_clock,
+            stage=lambda names: send(("stage", names)),
+        )
+        send(("rows", found))

@@ -7,9 +7,9 @@ Needs a GPU. In 19 of 20 it should; a machine whose clock jumps shows here first
 """
 
 import argparse
-import sys
 from collections import Counter
 
+from bench.run import need_gpu
 from cute_attn.lab.race import ab
 
 
@@ -24,10 +24,7 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit("no GPU: this needs one")
+    need_gpu()
     from cute_attn.lab.card import Gpu
 
     card, outcomes = Gpu(), Counter[str]()

@@ -14,22 +14,16 @@ FlashAttention-4 compiles a kernel for each configuration of head dims, query he
 some seconds each, so the shapes of a run share a few configurations; another seed has others.
 """
 
-import argparse
-import json
 import math
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-from bench import cliffs, run
-from bench.isolated import Task, run_tasks, timing
+from bench import run
 from cute_attn.lab.benchmark.workload import Workload
 
-PEERS = ("fa2", "fa3", "fa4", "cudnn")
-"""The default of ``--impl``, beside our newest kernel."""
+IMPL = (run.NEWEST, "fa2", "fa3", "fa4", "cudnn")
+"""The default of ``--impl``."""
 
 MILLISECONDS = (0.02, 5.0)
 """Bounds of a call's :func:`estimate`, forward or backward."""
@@ -42,8 +36,6 @@ MAX_BATCH, MAX_NHEADS, MAX_SEQUENCES = 512, 128, 64
 HEAD_DIMS = range(32, 257, 8)
 
 _FLOPS_PER_MS, _BYTES_PER_MS = 500e9, 4e9
-_MOST_CALLS = 50  # of an implementation in a round; each flushes the L2
-_CLOCK_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -89,12 +81,16 @@ def configurations(rng: random.Random, count: int) -> list[Configuration]:
     groups = _cycle(rng, (1, 1, 1, 1, 2, 4, 8, 16, rng.randint(3, 15), rng.randint(2, 16)))
     found = []
     for i in range(count):
-        kind = _KINDS[i] if i < len(_KINDS) else _any_kind(rng)
-        mask, softcap, varlen, dims = kind
+        if i < len(_KINDS):
+            mask, softcap, varlen, dims = _KINDS[i]
+        else:
+            dims = rng.choice(("common", "common", "any", "unequal"))
+            mask, softcap, varlen = rng.choice(MASKS), rng.random() < 0.25, rng.random() < 0.3
         head_dim = next(common) if dims == "common" else rng.choice(HEAD_DIMS)
         head_dim_v = head_dim
         if dims == "unequal":
-            head_dim, head_dim_v = rng.choice([(192, 128), (192, 128), *_unequal(rng)])
+            others = [(first, second) for first, second in (rng.sample(HEAD_DIMS, 2) for _ in range(2))]
+            head_dim, head_dim_v = rng.choice([(192, 128), (192, 128), *others])
         found.append(Configuration(head_dim, head_dim_v, next(groups), mask, softcap, varlen))
     return found
 
@@ -104,18 +100,6 @@ def _cycle(rng: random.Random, values: Sequence[int]) -> Iterator[int]:
     order = rng.sample(values, len(values))
     while True:
         yield from order
-
-
-def _any_kind(rng: random.Random) -> tuple[str, bool, bool, str]:
-    dims = rng.choice(("common", "common", "any", "unequal"))
-    return rng.choice(MASKS), rng.random() < 0.25, rng.random() < 0.3, dims
-
-
-def _unequal(rng: random.Random) -> Iterator[tuple[int, int]]:
-    """Two pairs of head dims that differ."""
-    for _ in range(2):
-        first, second = rng.sample(HEAD_DIMS, 2)
-        yield first, second
 
 
 def sweep(count: int, seed: int, num_configurations: int = len(_KINDS)) -> list[Workload]:
@@ -226,120 +210,19 @@ def log_uniform(rng: random.Random, low: int, high: int) -> int:
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
 
-def workloads(shapes: Sequence[Workload], op: str) -> list[Workload]:
-    """The shapes for an operation, "forward" or "backward", or, with "both", alternating."""
-    ops = ("forward", "backward") if op == "both" else (op,)
-    return [replace(shape, op=op) for shape in shapes for op in ops]
-
-
 def main() -> None:
-    options = _own_parser().parse_args()
-    if options.result:
-        show(json.loads(options.result.read_text()), options.picture or options.result.with_suffix(".png"))
-        return
-    shapes = sweep(options.count, options.seed, options.configurations)
-    chosen = [w for w in workloads(shapes, options.op) if run.matches(w.name, options.patterns)]
-    if options.list:
-        print("\n".join(w.name for w in chosen))
-        return
-    if not chosen:
-        sys.exit(f"no shape matches {options.patterns}; --list names them")
-    swept = {"seed": options.seed, "count": options.count, "configurations": options.configurations}
-    measure(chosen, options, "shapes", {"sweep": swept})
-
-
-def _own_parser() -> argparse.ArgumentParser:
-    own = parser(__doc__.splitlines()[0], "which shapes, by shell patterns")
-    own.add_argument("--count", type=int, default=80, help="how many shapes")
-    own.add_argument("--seed", type=int, default=0, help="which shapes")
-    own.add_argument(
-        "--configurations",
-        type=int,
-        default=len(_KINDS),
-        help="how many configurations they share; FA4 compiles some seconds for each",
-    )
-    return own
-
-
-def parser(description: str, patterns: str, peers: tuple[str, ...] = PEERS) -> argparse.ArgumentParser:
-    """Of a benchmark's command; ``patterns``: what those choose; ``peers``: see :func:`measure`."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("patterns", nargs="*", default=["*"], help=patterns)
+    parser = run.timing_parser(__doc__, IMPL)
     parser.add_argument("--op", choices=("forward", "backward", "both"), default="both")
-    parser.add_argument("--list", action="store_true", help="print the shapes' names and stop")
-    parser.add_argument(
-        "--impl",
-        nargs="*",
-        help=f"which implementations, by shell patterns; default: our newest kernel, {', '.join(peers)}",
-    )
-    parser.add_argument(
-        "--milliseconds", type=float, default=20, help="how long each is timed a shape, at the most"
-    )
-    parser.add_argument(
-        "--patience", type=float, default=90, help="after how many seconds an implementation counts as hung"
-    )
-    parser.add_argument("--output", type=Path, help="the file to write")
-    parser.add_argument("--picture", type=Path, help="the picture to write; default: beside the file")
-    parser.add_argument("--result", type=Path, help="show this result instead of measuring one")
-    return parser
-
-
-def measure(
-    chosen: list[Workload],
-    options: argparse.Namespace,
-    question: str,
-    about: dict[str, Any],
-    peers: tuple[str, ...] = PEERS,
-) -> None:
-    """Time the workloads, and show the result, which is written after each in case the run is cut.
-
-    Args:
-        about: what the result has beside its rows.
-        peers: the default of ``--impl``, beside our newest kernel.
-    """
-
-    run.need_gpu()
-    from cute_attn.lab.benchmark.results import default_path, machine, write
-    from cute_attn.lab.sensors import known_median
-
-    names = {op: rivals(op, options.impl, peers) for op in {w.op for w in chosen}}
-    for op, found in names.items():
-        run.build([w for w in chosen if w.op == op], found)
-    tasks = [Task(w, names[w.op], read_clock=i % _CLOCK_EVERY == 0) for i, w in enumerate(chosen)]
-    result: dict[str, Any] = machine() | about | {"rows": []}
-    path = options.output or default_path(run.RESULTS, question, result)
-    clocks: list[int | None] = []
-    for rows, clock in run_tasks(timing(options.milliseconds, _MOST_CALLS), tasks, options.patience):
-        for row in rows:
-            run.print_row(row)
-        clocks.append(clock)
-        result["rows"] += rows
-        write(result | {"clock_mhz": known_median(clocks)}, path)
-    result = cliffs.worst_first(result | {"clock_mhz": known_median(clocks)})
-    write(result, path)
-    show(result, options.picture or path.with_suffix(".png"))
-    print(f"wrote {path}")
-
-
-def show(result: dict[str, Any], picture: Path) -> None:
-    """Print a result's table and draw its picture."""
-    print("\n" + cliffs.table(result))
-    print(f"{result['gpu']}, {result['clock_mhz']} MHz under load; wrote {cliffs.plot(result, picture)}")
-
-
-def rivals(op: str, patterns: Sequence[str] | None, default: tuple[str, ...] = PEERS) -> tuple[str, ...]:
-    """Implementations of an operation: peers first, as the first one's output is the expected one."""
-    from cute_attn.lab.benchmark import peers
-
-    own = peers.own_kernels(op)
-    if patterns is None:
-        return (*default, cliffs.newest(own))
-    chosen = tuple(name for name in (*peers.PEERS, *own) if run.matches(name, patterns))
-    if not set(own) & set(chosen):
-        sys.exit(
-            f"--impl {' '.join(patterns)} matches none of {', '.join(own)}; accepted: patterns that match one"
-        )
-    return chosen
+    parser.add_argument("--count", type=int, default=80, help="how many shapes")
+    parser.add_argument("--seed", type=int, default=0, help="which shapes")
+    few = "how many configurations they share; FA4 compiles some seconds for each"
+    parser.add_argument("--configurations", type=int, default=len(_KINDS), help=few)
+    options = parser.parse_args()
+    swept = {"seed": options.seed, "count": options.count, "configurations": options.configurations}
+    ops = ("forward", "backward") if options.op == "both" else (options.op,)
+    shapes = sweep(options.count, options.seed, options.configurations)
+    workloads = [replace(shape, op=op) for shape in shapes for op in ops]
+    run.main("shapes", options, workloads, about={"sweep": swept})
 
 
 if __name__ == "__main__":

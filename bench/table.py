@@ -12,25 +12,18 @@ import fnmatch
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from bench import decode_picture
+from bench import cliffs, decode_picture
 
 ROOT = Path(__file__).parents[1]
 PAGE, README = Path("docs/speed.md"), Path("README.md")
-BEGIN = {
-    "forward": "<!-- speed table -->",
-    "backward": "<!-- backward speed table -->",
-    "decode": "<!-- decode table -->",
-}
+MARKS = {"forward": "speed table", "backward": "backward speed table", "decode": "decode table"}
+"""Operation -> text of the comments around its table in docs/speed.md."""
+SHORT_MARK = "short speed table"
 PICTURE, DECODE_PICTURE = Path("docs/speed.png"), Path("docs/decode.png")
-END = {
-    "forward": "<!-- end of speed table -->",
-    "backward": "<!-- end of backward speed table -->",
-    "decode": "<!-- end of decode table -->",
-}
 PEERS = {
     "fa2": "FA2",
     "mem_efficient": "mem-eff.",
@@ -41,7 +34,6 @@ PEERS = {
 }
 ROWS = ("*-bf16-*-s2048-*", "*-bf16-*-s8192-*", "*-bf16-*varlen*")
 """The rows of docs/speed.md."""
-SHORT_BEGIN, SHORT_END = "<!-- short speed table -->", "<!-- end of short speed table -->"
 SHORT_ROWS = (
     "bf16-d64-b8-s2048-h32",
     "bf16-d64-b2-s8192-h32-causal",
@@ -57,61 +49,45 @@ SHORT_ROWS = (
 """The rows of the README."""
 
 
-def table(result: dict[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
+def table(result: Mapping[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
     """A Markdown table: TFLOP/s of our kernels and the peers that ran, a row per workload; a dash for a failure."""
-    speeds = {
-        workload: values
-        for workload, values in _by_workload(result, "value").items()
-        if any(fnmatch.fnmatch(workload, pattern) for pattern in patterns)
-    }
     impls = list(dict.fromkeys(row["impl"] for row in result["rows"]))
-    own = [name for name in impls if _is_own(name)]
+    own = [name for name in impls if cliffs.is_own(name)]
     peers = [name for name in PEERS if name in impls]
-    header = [
-        "workload",
-        *(f"**{name.removeprefix('cute_attn/')}**" for name in own),
-        *(PEERS[name] for name in peers),
-        "**sm80** / FA2",
-        "best / best peer",
-    ]
+    header = ["workload", *(f"**{name.removeprefix('cute_attn/')}**" for name in own)]
+    header += [*(PEERS[name] for name in peers), "**sm80** / FA2", "best / best peer"]
     rows = []
-    for workload, values in speeds.items():
-        ampere, fa2 = (
-            next((values.get(name) for name in own if name.endswith("-sm80")), None),
-            values.get("fa2"),
-        )
-        ratio = f"{ampere / fa2:.2f}" if ampere and fa2 else "-"
-        best = max((values[name] for name in own if name in values), default=None)
-        peer = max((values[name] for name in peers if name in values), default=None)
-        to_peer = f"{best / peer:.2f}" if best and peer else "-"
-        cells = [f"{values[name]:.0f}" if name in values else "-" for name in (*own, *peers)]
-        rows.append([workload.partition("-")[2], *cells, ratio, to_peer])
+    for workload, values in _numbers(result, "value").items():
+        if any(fnmatch.fnmatch(workload, pattern) for pattern in patterns):
+            ampere = next((values.get(name) for name in own if name.endswith("-sm80")), None)
+            best, peer = _best(values, own), _best(values, peers)
+            cells = [f"{values[name]:.0f}" if name in values else "-" for name in (*own, *peers)]
+            cells += [_ratio(ampere, values.get("fa2")), _ratio(best, peer)]
+            rows.append([workload.partition("-")[2], *cells])
     return _markdown(header, rows)
 
 
-def decode_table(result: dict[str, Any]) -> str:
+def decode_table(result: Mapping[str, Any]) -> str:
     """A Markdown table: microseconds of each implementation, a row per call; a dash where it cannot compute it."""
-    titles = decode_picture.NAMES
-    found = decode_picture.speeds(result)
+    titles, found = decode_picture.NAMES, decode_picture.speeds(result)
     names = [name for name in titles if any(name in by_impl for by_impl in found.values())]
-    own = [name for name in names if _is_own(name)]
-    header = [
-        "call",
-        *(f"**{titles[n]}**" if n in own else titles[n] for n in names),
-        "GB/s",
-        "best peer / best",
-    ]
+    header = ["call", *(f"**{titles[n]}**" if cliffs.is_own(n) else titles[n] for n in names)]
     rows = []
     for row, by_impl in found.items():
         cells = [f"{1e3 * by_impl[name]['ms']:.1f}" if name in by_impl else "-" for name in names]
-        ours = min(
-            (by_impl[name] for name in own if name in by_impl), key=lambda line: line["ms"], default=None
-        )
-        theirs = [by_impl[name]["ms"] for name in names if name in by_impl and name not in own]
+        ours, theirs = decode_picture.fastest(by_impl)
         cells.append(f"{ours['value']:.0f}" if ours else "-")
-        cells.append(f"{min(theirs) / ours['ms']:.2f}" if ours and theirs else "-")
-        rows.append([row, *cells])
-    return _markdown(header, rows)
+        both = [line["ms"] if line else None for line in (theirs, ours)]
+        rows.append([row, *cells, _ratio(*both)])
+    return _markdown([*header, "GB/s", "best peer / best"], rows)
+
+
+def _best(values: Mapping[str, float], names: Iterable[str]) -> float | None:
+    return max((values[name] for name in names if name in values), default=None)
+
+
+def _ratio(one: float | None, other: float | None) -> str:
+    return f"{one / other:.2f}" if one and other else "-"
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -119,49 +95,45 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
 
 
-def _by_workload(result: dict[str, Any], key: str) -> dict[str, dict[str, float]]:
-    """A number of each implementation, for every workload."""
-    found: dict[str, dict[str, float]] = {}
-    for row in result["rows"]:
-        numbers = found.setdefault(row["workload"], {})
-        if key in row:
-            numbers[row["impl"]] = row[key]
-    return found
+def _numbers(result: Mapping[str, Any], key: str) -> dict[str, dict[str, float]]:
+    """A number of each implementation that has it, for every workload."""
+    return {
+        workload: {name: row[key] for name, row in rows.items() if key in row}
+        for workload, rows in cliffs.by_workload(result).items()
+    }
 
 
-def _is_own(impl: str) -> bool:
-    return impl.startswith("cute_attn/")
-
-
-def operation(result: dict[str, Any]) -> str:
+def operation(result: Mapping[str, Any]) -> str:
     """ "forward", "backward" or "decode"."""
     if result["rows"][0]["workload"] == "read-only":
         return "decode"
     return "backward" if result["rows"][0]["workload"].startswith("bwd-") else "forward"
 
 
-def section(result: dict[str, Any], source: str, patterns: tuple[str, ...] = ("*",)) -> str:
+def section(result: Mapping[str, Any], source: str, patterns: tuple[str, ...] = ("*",)) -> str:
     """The table with its source."""
     machine = f"{result['gpu']}, {result['clock_mhz']} MHz under load, driver {result['driver']}"
-    peers = {name: PEERS[name] for name in ("fa3", "fa4") if name in result["peers"]}
-    versions = ", ".join(
-        [
-            f"torch {result['torch']}, CUTLASS DSL {result['cutlass_dsl']}",
-            *(f"{title} {result['peers'][name]}" for name, title in peers.items()),
-        ]
+    versions = [f"torch {result['torch']}, CUTLASS DSL {result['cutlass_dsl']}"]
+    versions += [
+        f"{PEERS[name]} {result['peers'][name]}" for name in ("fa3", "fa4") if name in result["peers"]
+    ]
+    op, unit, rows = operation(result), "TFLOP/s", table(result, patterns)
+    if op == "decode":
+        unit, rows = (
+            "Microseconds of a call on a cache that is not in the L2, in a CUDA graph",
+            decode_table(result),
+        )
+    caption = (
+        f"{unit}, medians, all in one run on one {machine}; {', '.join(versions)} ([{source}](../{source}))."
     )
-    op = operation(result)
-    unit = (
-        "TFLOP/s"
-        if op != "decode"
-        else "Microseconds of a call on a cache that is not in the L2, in a CUDA graph"
-    )
-    caption = f"{unit}, medians, all in one run on one {machine}; {versions} ([{source}](../{source}))."
     if op == "decode":
         most = decode_picture.ceiling(result)
         caption += f" GB/s are of keys and values, the faster kernel's; reading alone reaches {most:.0f}."
-    rows = decode_table(result) if op == "decode" else table(result, patterns)
-    return f"{BEGIN[op]}\n{caption}\n\n{rows}\n{END[op]}"
+    return _marked(MARKS[op], f"{caption}\n\n{rows}")
+
+
+def _marked(mark: str, text: str) -> str:
+    return f"<!-- {mark} -->\n{text}\n<!-- end of {mark} -->"
 
 
 def plot(forward: dict[str, Any] | None, backward: dict[str, Any] | None, path: Path) -> Path:
@@ -172,6 +144,7 @@ def plot(forward: dict[str, Any] | None, backward: dict[str, Any] | None, path: 
         path: the picture to write.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = figure.subplots()
@@ -193,56 +166,47 @@ def plot(forward: dict[str, Any] | None, backward: dict[str, Any] | None, path: 
         axes.set(xlim=ends, ylim=ends)
         axes.legend(loc="upper left", fontsize=8)
     axes.set_title("Milliseconds of a call: cute_attn is faster below the line", fontsize=10)
-    _plain_ticks(axes)
+    for axis in (axes.xaxis, axes.yaxis):
+        cliffs.plain_ticks(axis, LogLocator(subs=(1, 2, 5)))
+    axes.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     return path
 
 
-def times(result: dict[str, Any]) -> list[tuple[float, float]]:
+def times(result: Mapping[str, Any]) -> list[tuple[float, float]]:
     """The fastest peer's milliseconds and our best, of each workload that has both."""
     pairs = []
-    for times in _by_workload(result, "ms").values():
-        ours = [ms for name, ms in times.items() if _is_own(name)]
+    for times in _numbers(result, "ms").values():
+        ours = [ms for name, ms in times.items() if cliffs.is_own(name)]
         theirs = [ms for name, ms in times.items() if name in PEERS]
         if ours and theirs:
             pairs.append((min(theirs), min(ours)))
     return pairs
 
 
-def _plain_ticks(axes: Any) -> None:
-    """Milliseconds as plain numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
-    axes.grid(alpha=0.3)
-
-
-def short_table(forward: dict[str, Any], backward: dict[str, Any]) -> str:
+def short_table(forward: Mapping[str, Any], backward: Mapping[str, Any]) -> str:
     """A Markdown table of ten rows: TFLOP/s of our best kernel and of the fastest peer, both ways."""
     header = ["workload", "forward", "fastest peer", "", "backward", "fastest peer", ""]
-    speeds = [_by_workload(result, "value") for result in (forward, backward)]
+    speeds = {"fwd": _numbers(forward, "value"), "bwd": _numbers(backward, "value")}
     rows = []
     for name in SHORT_ROWS:
         cells = []
-        for op, of in zip(("fwd", "bwd"), speeds, strict=True):
+        for op, of in speeds.items():
             values = of.get(f"{op}-{name}", {})
-            own = max((x for impl, x in values.items() if _is_own(impl)), default=None)
+            own, best = _best(values, filter(cliffs.is_own, values)), _best(values, PEERS)
             peer = max(((x, PEERS[impl]) for impl, x in values.items() if impl in PEERS), default=None)
             cells += [f"**{own:.0f}**" if own else "-", f"{peer[0]:.0f} ({peer[1]})" if peer else "-"]
-            cells.append(f"{own / peer[0]:.2f}" if own and peer else "-")
+            cells.append(_ratio(own, best))
         rows.append([name, *cells])
-    return f"{SHORT_BEGIN}\n{_markdown(header, rows)}\n{SHORT_END}"
+    return _marked(SHORT_MARK, _markdown(header, rows))
 
 
 def named_results(page: str) -> Mapping[str, Path]:
     """The existing result that each of the page's tables names, by operation."""
     found = {}
-    for op in BEGIN:
-        table = page.partition(BEGIN[op])[2].partition(END[op])[0]
+    for op, mark in MARKS.items():
+        table = page.partition(f"<!-- {mark} -->")[2].partition(f"<!-- end of {mark} -->")[0]
         named = re.search(r"\]\(([^)]+\.json)\)", table)
         if named and (ROOT / PAGE.parent / named[1]).exists():
             found[op] = ROOT / PAGE.parent / named[1]
@@ -254,8 +218,7 @@ def write(paths: list[Path]) -> None:
     page = (ROOT / PAGE).read_text()
     for path in paths:
         result = json.loads(path.read_text())
-        op = operation(result)
-        page = _replaced(page, BEGIN[op], END[op], section(result, _source(path), ROWS), PAGE)
+        page = _replaced(page, MARKS[operation(result)], section(result, _source(path), ROWS), PAGE)
     (ROOT / PAGE).write_text(page)
     results = {op: json.loads(path.read_text()) for op, path in named_results(page).items()}
     plot(results.get("forward"), results.get("backward"), ROOT / PICTURE)
@@ -264,19 +227,19 @@ def write(paths: list[Path]) -> None:
     if "forward" in results and "backward" in results:
         readme = (ROOT / README).read_text()
         short = short_table(results["forward"], results["backward"])
-        (ROOT / README).write_text(_replaced(readme, SHORT_BEGIN, SHORT_END, short, README))
+        (ROOT / README).write_text(_replaced(readme, SHORT_MARK, short, README))
 
 
-def _replaced(text: str, begin: str, end: str, new: str, page: Path) -> str:
+def _replaced(text: str, mark: str, new: str, page: Path) -> str:
     """A page with what lies between two marks, and the marks, replaced."""
-    if begin not in text or end not in text:
-        sys.exit(f"{page} has no {begin} ... {end}")
-    before, rest = text.split(begin, 1)
-    return before + new + rest.split(end, 1)[1]
+    before, begin, rest = text.partition(f"<!-- {mark} -->")
+    _, end, after = rest.partition(f"<!-- end of {mark} -->")
+    if not (begin and end):
+        sys.exit(f"{page} has no comments {mark!r} and 'end of {mark}'")
+    return before + new + after
 
 
 def _source(path: Path) -> str:
-    """A result's path in the repository."""
     return path.resolve().relative_to(ROOT).as_posix()
 
 

@@ -194,7 +194,6 @@ def near(x: float, other: float) -> float:
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

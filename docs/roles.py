@@ -27,7 +27,6 @@ class Roles(griffe.Extension):
                 pkg.set_member(name, griffe.Alias(name, f"cute_attn.{home}.{name}"))
 
     def on_object(self, *, obj: griffe.Object, **others: Any) -> None:
-        """Change an object's docstring."""
         if obj.docstring:
             text = _PARAMETERS.sub(_gathered, obj.docstring.value)
             obj.docstring.value = _POWER.sub(r"\*\*", _ROLE.sub(r"`\1`", text))

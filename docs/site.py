@@ -71,7 +71,6 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """The command."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

@@ -96,7 +96,6 @@ def cell(op: str, arch: str, fields: dict[str, Any]) -> str:
 
 
 def table(header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """In Markdown."""
     cells = [list(header), *map(list, lines)]
     cells.insert(1, ["---"] * len(cells[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
@@ -162,7 +161,6 @@ def page() -> str:
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -153,7 +153,8 @@ def _mma_picture(
     from_smem = [name for name in "AB" if _held_by_all(maps[name])]
     panel_c = _panel(_repeat(c, tile), "C", ("m", "n"), crop)
     panel_a = None if "A" in from_smem else _panel(a, "A", ("m", "k"), (crop[0], None))
-    panel_b = None if "B" in from_smem else _panel(_flip(b), "B", ("k", "n"), (None, crop[1]))
+    flipped = ThreadValueMap(b.col, b.row, b.shape[::-1], b.vector, b.text)
+    panel_b = None if "B" in from_smem else _panel(flipped, "B", ("k", "n"), (None, crop[1]))
     notes = [_VALUES]
     notes += [
         f"{name} is held by {n} threads per element; the first is named."
@@ -206,10 +207,6 @@ def _held_by_all(operand: ThreadValueMap) -> bool:
     return bool(
         (operand.row[:_WARP] == operand.row[0]).all() and (operand.col[:_WARP] == operand.col[0]).all()
     )
-
-
-def _flip(held: ThreadValueMap) -> ThreadValueMap:
-    return ThreadValueMap(held.col, held.row, held.shape[::-1], held.vector, held.text)
 
 
 def _repeat(held: ThreadValueMap, tile: tuple[int, int] | None) -> ThreadValueMap:

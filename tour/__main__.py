@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    """The command."""
     parser = argparse.ArgumentParser(
         prog="cute-attn tour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,10 +71,10 @@ def show(level: int, head_dim: int, causal: bool) -> None:
     """What a level costs; on a GPU also whether it is right, and how fast."""
     import torch
 
-    from tour.levels import BACKWARD_LEVELS, LEVELS
+    from tour.levels import LEVELS
     from tour.report import facts, time_one
 
-    entry = (LEVELS | BACKWARD_LEVELS)[level]
+    entry = LEVELS[level]
     print(f"level {level}: {entry.title}\n\n{folded(entry.plain_text)}\n")
     for name, value in facts(entry, head_dim, causal).items():
         if value != []:
@@ -85,7 +84,7 @@ def show(level: int, head_dim: int, causal: bool) -> None:
         print("\nNo GPU here: with one, it would now be checked and timed.")
         return
     check(level)
-    if level in LEVELS:
+    if entry.op == "forward":
         print(time_one(entry, head_dim, causal))
 
 
@@ -101,7 +100,6 @@ def width() -> int:
 
 
 def _shown(value: Any) -> str:
-    """A fact as text."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shown(count)}" for name, count in value.items() if count)
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -109,11 +107,10 @@ def _shown(value: Any) -> str:
 
 def check(level: int) -> None:
     """Compare a level with the definition; the exit status is 1 where it is wrong."""
-    from tour.levels import BACKWARD_LEVELS, LEVELS
+    from tour.levels import LEVELS
     from tour.report import check as compare
-    from tour.report import check_backward
 
-    results = list(compare(LEVELS[level]) if level in LEVELS else check_backward(BACKWARD_LEVELS[level]))
+    results = list(compare(LEVELS[level]))
     wrong = [(name, accuracy) for name, accuracy in results if not accuracy.passed]
     for name, accuracy in wrong:
         print(f"{name}: error {accuracy.error:.2e}, allowed {accuracy.allowed:.2e}")

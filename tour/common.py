@@ -92,7 +92,6 @@ class Level:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> TourTile:
-        """The level's tile."""
         return cls.TILE
 
     def for_lengths(
@@ -108,7 +107,6 @@ class Level:
         return self
 
     def score_args(self, inputs: Any) -> tuple:
-        """A launch's ``NoScoreArgs``."""
         return (1.0,)
 
     @cute.jit
@@ -204,11 +202,9 @@ class BackwardLevel:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> Any:
-        """The level's tile."""
         return cls.TILE
 
     def score_args(self, inputs: Any) -> tuple:
-        """A launch's ``NoScoreArgs``."""
         return (1.0,)
 
     @cute.jit

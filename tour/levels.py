@@ -1,6 +1,5 @@
 """All levels, registered: ``cute-attn --load tour.levels list`` has them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -25,22 +24,25 @@ SHORT = (
     *("scalar", "mma.sync", "shared memory", "cp.async", "TMA, wgmma", "specialised", "ping-pong"),
     "speculation",
 )
-MODULES = (level1, level2, level3, level4, level5, level6, level7, level8)
-BACKWARD_MODULES = (level9, level10)
+"""One or two words for each level of the forward, for a picture."""
+MODULES = (level1, level2, level3, level4, level5, level6, level7, level8, level9, level10)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A level: its number, its file and its kernel's class."""
+    """A level: its number and its file."""
 
     number: int
     module: ModuleType
-    kernel: Any
+
+    @property
+    def kernel(self) -> Any:
+        return KERNELS[self.op, self.arch, self.variant]
 
     @property
     def op(self) -> str:
         """``"forward"`` or ``"backward"``."""
-        return "forward" if self.number <= len(MODULES) else "backward"
+        return "forward" if self.number <= len(SHORT) else "backward"
 
     @property
     def arch(self) -> str:
@@ -63,11 +65,6 @@ class Entry:
         return (self.module.__doc__ or "").splitlines()[0].partition(": ")[2].rstrip(".")
 
     @property
-    def short(self) -> str:
-        """One or two words, for a picture."""
-        return SHORT[self.number - 1]
-
-    @property
     def text(self) -> str:
         """Its docstring without the first line."""
         return (self.module.__doc__ or "").partition("\n")[2].strip()
@@ -78,20 +75,10 @@ class Entry:
         return self.text.replace("``", "`").replace(":meth:", "")
 
     def traits(self, head_dim: int = 128, causal: bool = False) -> Traits:
-        """Its kernel's traits."""
         mask = "causal" if causal else ""
         return Traits(self.op, self.arch, "bf16", head_dim, mask=mask, variant=self.variant)
 
 
-def _entries(op: str, modules: Sequence[ModuleType], first: int) -> dict[int, Entry]:
-    names = [name_of(first + i).partition(":") for i in range(len(modules))]
-    return {
-        first + i: Entry(first + i, module, KERNELS[op, arch, variant])
-        for i, (module, (arch, _, variant)) in enumerate(zip(modules, names, strict=True))
-    }
-
-
-LEVELS = _entries("forward", MODULES, 1)
-"""Levels of the forward."""
-BACKWARD_LEVELS = _entries("backward", BACKWARD_MODULES, 1 + len(MODULES))
-"""Levels of the backward; they are not timed with the others."""
+LEVELS = {number: Entry(number, module) for number, module in enumerate(MODULES, 1)}
+FORWARD_LEVELS = {number: entry for number, entry in LEVELS.items() if entry.op == "forward"}
+"""The levels that are timed together."""

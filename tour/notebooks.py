@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tour.levels import BACKWARD_LEVELS, LEVELS, Entry
+from tour.levels import LEVELS, Entry
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("examples/tour")
@@ -139,8 +139,6 @@ def source_of(entry: Entry) -> str:
 
 def _head(entry: Entry, trials: str) -> str:
     """Imports, the kernel's name, and what the trials call."""
-    levels = "LEVELS" if entry.number in LEVELS else "BACKWARD_LEVELS"
-    check = "check" if entry.number in LEVELS else "check_backward"
     needs = {
         "import itertools": "order(" in trials,
         "import torch": True,
@@ -148,8 +146,8 @@ def _head(entry: Entry, trials: str) -> str:
         "from cute_attn.lab.pictures import pictures": "pictures(" in trials,
         f"from cute_attn.lab.verdict import {'shown, ' * ('shown(' in trials)}verdict": True,
         "from tour.common import with_epilogue": "with_epilogue(" in trials,
-        f"from tour.levels import {levels}": True,
-        f"from tour.report import {check}": True,
+        "from tour.levels import LEVELS": True,
+        "from tour.report import check": True,
     }
     lines = [line for line, needed in needs.items() if needed]
     second = next(i for i, line in enumerate(lines) if "torch" in line)
@@ -162,9 +160,8 @@ def _head(entry: Entry, trials: str) -> str:
 
 
 def _check(entry: Entry) -> str:
-    levels, check = ("LEVELS", "check") if entry.number in LEVELS else ("BACKWARD_LEVELS", "check_backward")
     return (
-        f"found = [*{check}({levels}[{entry.number}])] if torch.cuda.is_available() else []\n"
+        f"found = [*check(LEVELS[{entry.number}])] if torch.cuda.is_available() else []\n"
         "wrong = [name for name, accuracy in found if not accuracy.passed]\n"
         'f"{len(found) - len(wrong)} of {len(found)} right" if found else "No GPU here: nothing was compared."'
     )
@@ -188,7 +185,7 @@ def path_of(entry: Entry) -> Path:
 def write() -> None:
     """The notebooks' cells."""
     (ROOT / FOLDER).mkdir(exist_ok=True)
-    for entry in (LEVELS | BACKWARD_LEVELS).values():
+    for entry in LEVELS.values():
         path, new = path_of(entry), made(entry)
         old = json.loads(path.read_text())["cells"] if path.exists() else []
         kept = {"".join(cell["source"]): cell for cell in old}

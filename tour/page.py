@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tour.levels import BACKWARD_LEVELS, LEVELS, Entry
+from tour.levels import LEVELS, Entry
 from tour.report import COUNTED, TIMED, all_facts, plot, speeds
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def summary(found: Mapping[str, Any], result: Mapping[str, Any] | None) -> str:
     header += ["full", "causal"] * bool(result)
     lines = [header, ["---", "---", *["---:"] * 4, "---", *["---:"] * (len(header) - 7)]]
     reached = speeds(result) if result else {}
-    for n, entry in (LEVELS | BACKWARD_LEVELS).items():
+    for n, entry in LEVELS.items():
         own = found["levels"][str(n)]
         clocks = own.get("clocks_per_step", {})
         cells = [
@@ -105,7 +105,7 @@ def section(entry: Entry, found: Mapping[str, Any], result: Mapping[str, Any] | 
             f" A thread needs {own['instructions_per_score']} instructions per score; a step of the loop takes, in "
             f"clocks of a multiprocessor, at least: {clocks}."
         )
-    if result and entry.number in LEVELS:
+    if result and entry.op == "forward":
         rows = speeds(result)[entry.number]
         cost += (
             f" Measured: {reached_text(rows.get('full'))} TFLOP/s, causal {reached_text(rows.get('causal'))}."
@@ -133,9 +133,7 @@ def page(found: Mapping[str, Any], result: Mapping[str, Any] | None) -> str:
     else:
         speed = "Not measured yet: `python -m tour --measure` needs a GPU.\n"
     parts = [INTRODUCTION, summary(found, result) + "\n", CLOCKS, speed]
-    return "\n".join(
-        [*parts, *(section(entry, found, result) for entry in (LEVELS | BACKWARD_LEVELS).values())]
-    )
+    return "\n".join([*parts, *(section(entry, found, result) for entry in LEVELS.values())])
 
 
 def write() -> None:

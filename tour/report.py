@@ -16,7 +16,7 @@ from cute_attn.compiler import compile, toolchain
 from cute_attn.lab.check import Accuracy
 from cute_attn.lab.verdict import verdict
 from layouts.banks import bank_conflicts
-from tour.levels import BACKWARD_LEVELS, LEVELS, Entry
+from tour.levels import FORWARD_LEVELS, LEVELS, SHORT, Entry
 
 COUNTED = (
     *("FFMA", "HMMA", "HGMMA", "MUFU", "SHFL", "LDG", "LDGSTS", "LDSM", "UTMALDG", "UTMASTG", "STG", "BAR"),
@@ -73,61 +73,45 @@ def bank_conflict_ways() -> dict[str, int]:
 
 def all_facts() -> dict[str, Any]:
     """Facts of all levels, causal at head dim 128, and the toolchain that built them."""
-    levels = {str(n): facts(entry) for n, entry in (LEVELS | BACKWARD_LEVELS).items()}
+    levels = {str(n): facts(entry) for n, entry in LEVELS.items()}
     return {"toolchain": toolchain(), "bank_conflict_ways": bank_conflict_ways(), "levels": levels}
 
 
-def attention_of(entry: Entry, q: Any, k: Any, v: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out and LSE of a level, out in memory that was NaN before."""
-    out = torch.full_like(q, float("nan"))
-    _, lse = attention(q, k, v, causal=causal, return_lse=True, kernel=entry.name, out=out)
-    return out, lse
-
-
 def check(entry: Entry) -> Iterator[tuple[str, Accuracy]]:
-    """A level against the definition in float64 on the current GPU, for odd lengths and both head dims."""
-    for batch, seqlen_q, seqlen_k, nheads, nheads_kv in SHAPES:
-        for head_dim in (64, 128):
-            torch.manual_seed(0)
-            q, k, v = (
-                torch.randn(batch, n, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-                for n, heads in ((seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv))
-            )
-            for causal in (False, True):
-                out, lse = attention_of(entry, q, k, v, causal)
-                features = reference.Features("causal" if causal else "")
-                exact, plain = (
-                    reference.attention(q.to(dtype), k.to(dtype), v.to(dtype), head_dim**-0.5, features)
-                    for dtype in (torch.float64, torch.bfloat16)
-                )
-                shape = f"b{batch} s{seqlen_q}x{seqlen_k} h{nheads}x{nheads_kv} d{head_dim}"
-                name = shape + " causal" * causal
-                yield f"{name} out", Accuracy.of(out, exact[0], plain[0])
-                seen = exact[1].isfinite()
-                same = torch.equal(lse.isfinite(), seen)
-                error = float((lse.double() - exact[1])[seen].abs().max()) if seen.any() else 0.0
-                yield f"{name} lse", Accuracy(error if same else float("inf"), 0.0, 1e-4)
+    """A level against the definition in float64 on the current GPU, for odd lengths and both head dims.
 
-
-def check_backward(entry: Entry) -> Iterator[tuple[str, Accuracy]]:
-    """The gradients of a level, as :func:`check`; the forward is the shipped one."""
-    for batch, seqlen_q, seqlen_k, nheads, nheads_kv in SHAPES:
-        for head_dim, causal in itertools.product((64, 128), (False, True)):
-            torch.manual_seed(0)
-            sizes = (seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv), (seqlen_q, nheads)
-            q, k, v, grad = (
-                torch.randn(batch, n, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-                for n, heads in sizes
-            )
+    Of a backward the gradients; the forward is then the shipped one.
+    """
+    cases = itertools.product(SHAPES, (64, 128), (False, True))
+    for (batch, seqlen_q, seqlen_k, nheads, nheads_kv), head_dim, causal in cases:
+        torch.manual_seed(0)
+        sizes = (seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv), (seqlen_q, nheads)
+        q, k, v, grad = (
+            torch.randn(batch, n, heads, head_dim, device="cuda", dtype=torch.bfloat16) for n, heads in sizes
+        )
+        name = f"b{batch} s{seqlen_q}x{seqlen_k} h{nheads}x{nheads_kv} d{head_dim}" + " causal" * causal
+        if entry.op == "backward":
             out, lse = attention(q, k, v, causal=causal, return_lse=True)
             found = attention_backward(grad, q, k, v, out, lse, causal=causal, kernel=entry.name)
-            exact, plain = (
+            expected = (
                 definition_gradients((q, k, v), grad, causal, dtype)
                 for dtype in (torch.float64, torch.bfloat16)
             )
-            name = f"b{batch} s{seqlen_q}x{seqlen_k} h{nheads}x{nheads_kv} d{head_dim}" + " causal" * causal
-            for which, *three in zip(("dq", "dk", "dv"), found, exact, plain, strict=True):
+            for which, *three in zip(("dq", "dk", "dv"), found, *expected, strict=True):
                 yield f"{name} {which}", Accuracy.of(three[0], three[1], three[2])
+            continue
+        out = torch.full_like(q, float("nan"))
+        _, lse = attention(q, k, v, causal=causal, return_lse=True, kernel=entry.name, out=out)
+        features = reference.Features("causal" if causal else "")
+        exact, plain = (
+            reference.attention(q.to(dtype), k.to(dtype), v.to(dtype), head_dim**-0.5, features)
+            for dtype in (torch.float64, torch.bfloat16)
+        )
+        yield f"{name} out", Accuracy.of(out, exact[0], plain[0])
+        seen = exact[1].isfinite()
+        same = torch.equal(lse.isfinite(), seen)
+        error = float((lse.double() - exact[1])[seen].abs().max()) if seen.any() else 0.0
+        yield f"{name} lse", Accuracy(error if same else float("inf"), 0.0, 1e-4)
 
 
 def definition_gradients(
@@ -162,7 +146,7 @@ def measure(report: Any = print, milliseconds: float = 100.0) -> dict[str, Any]:
     from cute_attn.lab.benchmark.workload import Workload
 
     checks = {}
-    for number, entry in LEVELS.items():
+    for number, entry in FORWARD_LEVELS.items():
         checks[str(number)] = check_apart(entry)
         report(f"level {number}: {checks[str(number)] or 'right'}")
 
@@ -175,7 +159,7 @@ def measure(report: Any = print, milliseconds: float = 100.0) -> dict[str, Any]:
         return implementation
 
     # The shipped kernel comes first: the others' outputs are compared with its.
-    order = sorted(LEVELS.values(), key=lambda entry: entry.number != 8)
+    order = sorted(FORWARD_LEVELS.values(), key=lambda entry: entry.number != 8)
     workloads = [Workload(**TIMED, causal=causal) for causal in (False, True)]
     rows = {f"level {entry.number}": run(entry) for entry in order}
     result = time_workloads(workloads, rows, milliseconds=milliseconds)
@@ -200,7 +184,7 @@ def time_one(entry: Entry, head_dim: int, causal: bool) -> str:
 
 def speeds(result: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Level -> "full" and "causal" -> its row of the result."""
-    found: dict[int, dict[str, Any]] = {number: {} for number in LEVELS}
+    found: dict[int, dict[str, Any]] = {number: {} for number in FORWARD_LEVELS}
     for row in result["rows"]:
         which = "causal" if row["workload"].endswith("causal") else "full"
         found[int(row["impl"].split()[-1])][which] = row
@@ -211,7 +195,7 @@ def table(result: Mapping[str, Any]) -> str:
     """A line for each level: TFLOP/s, and the fraction of the shipped kernel's."""
     found = speeds(result)
     lines = [f"{'TFLOP/s, of the shipped kernel':46}{'full':>14}{'causal':>14}"]
-    for number, entry in LEVELS.items():
+    for number, entry in FORWARD_LEVELS.items():
         line = f"{number} {entry.title}"[:45].ljust(46)
         for which in ("full", "causal"):
             row, best = found[number].get(which, {}), found[8].get(which, {}).get("value")
@@ -244,7 +228,7 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
             )
     axes.set_yscale("log")
     axes.margins(y=0.1)
-    axes.set_xticks(list(LEVELS), [f"{n}\n{LEVELS[n].short}" for n in LEVELS], fontsize=9)
+    axes.set_xticks(list(FORWARD_LEVELS), [f"{n}\n{SHORT[n - 1]}" for n in FORWARD_LEVELS], fontsize=9)
     axes.set_ylabel("TFLOP/s")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)

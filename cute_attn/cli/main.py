@@ -49,7 +49,7 @@ from cute_attn.cli.options import (
     writable_folder,
 )
 from cute_attn.compiler import compile, default_target, prebuild, registry
-from cute_attn.compiler.cache import default_cache, switched_off
+from cute_attn.compiler.cache import needed_cache
 from cute_attn.epilogues.names import example_args
 from cute_attn.lab.tables import Table, brief_tile, counted, sized
 from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS
@@ -464,7 +464,7 @@ def cache_list(
     as_json: AsJson = False,
 ) -> None:
     """What is on disk: how many kernels, or with --all each of them, the most recently used first."""
-    cache = _cache()
+    cache = needed_cache("the cache commands need")
     entries = cache.entries()
     if as_json:
         print(
@@ -500,7 +500,7 @@ def cache_prune(
     everything: Annotated[bool, typer.Option("--all", help="Remove everything.")] = False,
 ) -> None:
     """Remove kernels that are no longer used, and broken ones."""
-    cache = _cache()
+    cache = needed_cache("the cache commands need")
     count, size = cache.prune(None if everything else older_than * 86400)
     print(f"removed {counted(count, 'kernel')}, {sized(size)} from {cache.root}")
 
@@ -528,13 +528,6 @@ def cache_prebuild(
     else:
         requests = [(t, tile or None, on) for t, on in registry.defaults_on(target)]
     show_building(prebuild(requests, workers), len(requests))
-
-
-def _cache() -> Any:
-    cache = default_cache()
-    if cache is None:
-        raise ValueError(f"{switched_off()}; the cache commands need the disk cache")
-    return cache
 
 
 def tour(context: typer.Context) -> None:

@@ -309,6 +309,14 @@ def default_cache() -> DiskCache | None:
     return DiskCache(folder.absolute())
 
 
+def needed_cache(who: str) -> DiskCache:
+    """:func:`default_cache`. Raises ValueError if it is off; who: "prebuilding needs" or the like, for the message."""
+    cache = default_cache()
+    if cache is None:
+        raise ValueError(f"{switched_off()}; {who} the disk cache")
+    return cache
+
+
 def usable_cache() -> DiskCache | None:
     """:func:`default_cache` with its folders made; None if it is switched off or, with a warning, unusable."""
     try:

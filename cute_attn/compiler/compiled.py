@@ -37,8 +37,7 @@ from cute_attn.compiler.cache import (
     CacheUnusable,
     DiskCache,
     Entry,
-    default_cache,
-    switched_off,
+    needed_cache,
     usable_cache,
     warn_once,
 )
@@ -360,18 +359,13 @@ def _why_not_built(kernel: Any, target: str) -> str:
 def key_of(kernel: Any, target: str, *, lines: bool = False) -> str:
     """The key under which :func:`build` caches the kernel."""
     key = cache_key(*_what(kernel, target, lines))
-    places = _source_places(kernel.traits) if lines else ""
+    # The source lines of the epilogues' functions appear in line info.
+    functions = map(user_epilogue, kernel.traits.epilogues if lines else ())
+    places = "".join(repr(found) for one in functions if (found := getattr(one, "source_places", None)))
     return digest(key.encode(), places.encode()) if places else key
 
 
-def _source_places(traits: Traits) -> str:
-    """The source lines of the epilogues' functions, which appear in line info; "" without functions."""
-    found = (getattr(user_epilogue(name), "source_places", None) for name in traits.epilogues)
-    return "".join(repr(places) for places in found if places)
-
-
 def bundle_key(kernel: Any, target: str) -> str:
-    """The kernel's key in a bundle."""
     return source_key(*_what(kernel, target, lines=False))
 
 
@@ -573,10 +567,7 @@ def prebuild(
         raise ValueError(
             "a module that registers kernels calls prebuild when it is imported; accepted: a script"
         )
-    cache = default_cache()
-    if cache is None:
-        raise ValueError(f"{switched_off()}; prebuilding needs the disk cache")
-    cache.prepare()
+    needed_cache("prebuilding needs").prepare()
     return _prebuilt(as_requests(requests), workers, lines)
 
 

@@ -28,7 +28,6 @@ from cute_attn.traits import (
     OPS,
     PADDED_TENSORS,
     PARTS,
-    SPLIT_TENSORS,
     Traits,
     did_you_mean,
     is_word,
@@ -275,48 +274,29 @@ def defaults() -> list[tuple[Traits, str]]:
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in _kernels():
-        if variant:
-            continue
-        targets = RUNS_ON[arch]
-        if op in PARTS:
-            pairs += _part_defaults(op, arch)
-            continue
-        if op == "combine":
-            dims = {"fp16": (64,), "bf16": (96, 128), "fp32": (256,)}
-            pairs += [(Traits(op, arch, dtype, dim), MEASURED) for dtype in dims for dim in dims[dtype]]
-            continue
-        if op == "combine_stream_k":
-            pairs += [(Traits(op, arch, "bf16", dim, **extra), MEASURED) for dim, extra in _SHARES_FEATURES]
-            continue
-        if op == "kvcache":
-            pairs += [(Traits(op, arch, "bf16", dim, **extra), MEASURED) for dim, extra in _CACHE_FEATURES]
-            continue
-        if op == "append":
-            pairs += [(Traits(op, arch, "bf16", 128, **extra), MEASURED) for extra in _APPEND_FEATURES]
-            continue
-        if op in SPLIT_TENSORS:
-            pairs.append((Traits(op, arch, "fp32", 96 if op == "forward_split" else 256), MEASURED))
-            continue
-        if op in PADDED_TENSORS:
-            pairs.append((Traits(op, arch, "bf16", 59, varlen=True), MEASURED))
-            pairs.append((Traits(op, arch, "fp32", 574), targets[0]))
-            continue
-        if op in BLOCK_OPS:
-            pairs += [(Traits(op, arch, "bf16", LISTED_ROWS), target) for target in (targets[0], MEASURED)]
-            continue
-        for head_dim in (32, 64, 96, 128, 192, 256):
-            for mask in ("", "causal"):
-                traits = Traits(op, arch, "bf16", head_dim, _columns(op, head_dim), mask=mask)
-                pairs += [(traits, target) for target in sorted({targets[0], MEASURED})]
-        for head_dim in (64, 128):
-            pairs += [(Traits(op, arch, "bf16", head_dim, **extra), MEASURED) for extra in _features(op)]
-        if arch == "sm90":
-            pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), MEASURED))
-        if "sm86" in targets:
-            for dim in (64, 128, 256):
-                pairs.append((Traits(op, arch, "bf16", dim, _columns(op, dim), mask="causal"), "sm86"))
-            pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
+        if not variant:
+            oldest = RUNS_ON[arch][0]
+            few = [(Traits(op, arch, *sizes, **extra), on or oldest) for sizes, extra, on in _FEW.get(op, ())]
+            pairs += few or _attention_defaults(op, arch)
     return [(traits, target) for traits, target in pairs if known_class(traits).supports(traits) is None]
+
+
+def _attention_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
+    """Those of a forward, a forward with tangents or a backward."""
+    pairs, targets = [], RUNS_ON[arch]
+    for head_dim in (32, 64, 96, 128, 192, 256):
+        for mask in ("", "causal"):
+            traits = Traits(op, arch, "bf16", head_dim, _columns(op, head_dim), mask=mask)
+            pairs += [(traits, target) for target in sorted({targets[0], MEASURED})]
+    for head_dim in (64, 128):
+        pairs += [(Traits(op, arch, "bf16", head_dim, **extra), MEASURED) for extra in _features(op)]
+    if arch == "sm90":
+        pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), MEASURED))
+    if "sm86" in targets:
+        for dim in (64, 128, 256):
+            pairs.append((Traits(op, arch, "bf16", dim, _columns(op, dim), mask="causal"), "sm86"))
+        pairs.append((Traits(op, arch, "fp16", 128, mask="causal"), "sm89"))
+    return pairs
 
 
 def defaults_on(target: str | None) -> list[tuple[Traits, str]]:
@@ -326,27 +306,47 @@ def defaults_on(target: str | None) -> list[tuple[Traits, str]]:
     return [pair for pair in defaults() if target in (None, pair[1])]
 
 
-_APPEND_FEATURES: list[dict[str, Any]] = [
-    {},
-    {"rotary": "interleaved", "rotate_q": True, "batch_idx": True},
-    {"rotary": "halves", "rotate_q": True, "varlen": True, "varlen_new": True, "paged": True},
-]
+_Few = tuple[tuple[Any, ...], dict[str, Any], str]
 
 
-_CACHE_FEATURES: list[tuple[int, dict[str, Any]]] = [
-    (128, {"seqused_k": True, "split": "stream_k"}),
-    (64, {"mask": "causal", "varlen": True, "seqused_k": True, "paged": True, "split": "stream_k"}),
-    (128, {"mask": "window", "seqused_k": True, "batch_idx": True, "leftpad": True, "split": "fixed"}),
-    (256, {"mask": "causal", "seqused_k": True, "softcap": True, "alibi": True, "split": "stream_k"}),
-    (128, {"mask": "causal", "seqused_k": True, "paged": True}),
-    (128, {"sinks": "bf16", "seqused_k": True, "varlen": True, "split": "stream_k"}),
-    (64, {"seqused_k": True, "tree": True, "split": "stream_k"}),
+def _of(*sizes: Any, on: str = MEASURED, **extra: Any) -> _Few:
+    """A default: dtype and head dims, other traits, and the target, "" for the oldest."""
+    return sizes, extra, on
+
+
+_OF_ROWS = [
+    *(_of("bf16", dim) for dim in (40, 64, 128, 256)),
+    _of("fp16", 192, 128, varlen=True, seqused_q=True, on=""),
 ]
-_SHARES_FEATURES: list[tuple[int, dict[str, Any]]] = [
-    (128, {"seqused_k": True}),
-    (64, {"mask": "causal", "varlen": True, "seqused_k": True}),
-    (256, {"mask": "window", "seqused_k": True, "leftpad": True}),
-]
+_FEW: dict[str, list[_Few]] = {
+    "backward_convert": _OF_ROWS,
+    "backward_preprocess": [*_OF_ROWS, _of("bf16", 128, lse_grad=True, on="")],
+    "append": [
+        _of("bf16", 128),
+        _of("bf16", 128, rotary="interleaved", rotate_q=True, batch_idx=True),
+        _of("bf16", 128, rotary="halves", rotate_q=True, varlen=True, varlen_new=True, paged=True),
+    ],
+    "kvcache": [
+        _of("bf16", 128, seqused_k=True, split="stream_k"),
+        _of("bf16", 64, mask="causal", varlen=True, seqused_k=True, paged=True, split="stream_k"),
+        _of("bf16", 128, mask="window", seqused_k=True, batch_idx=True, leftpad=True, split="fixed"),
+        _of("bf16", 256, mask="causal", seqused_k=True, softcap=True, alibi=True, split="stream_k"),
+        _of("bf16", 128, mask="causal", seqused_k=True, paged=True),
+        _of("bf16", 128, sinks="bf16", seqused_k=True, varlen=True, split="stream_k"),
+        _of("bf16", 64, seqused_k=True, tree=True, split="stream_k"),
+    ],
+    "combine": [_of("fp16", 64), _of("bf16", 96), _of("bf16", 128), _of("fp32", 256)],
+    "combine_stream_k": [
+        _of("bf16", 128, seqused_k=True),
+        _of("bf16", 64, mask="causal", varlen=True, seqused_k=True),
+        _of("bf16", 256, mask="window", seqused_k=True, leftpad=True),
+    ],
+    "forward_split": [_of("fp32", 96)],
+    "backward_split": [_of("fp32", 256)],
+    **{op: [_of("bf16", 59, varlen=True), _of("fp32", 574, on="")] for op in PADDED_TENSORS},
+    **{op: [_of("bf16", LISTED_ROWS, on=""), _of("bf16", LISTED_ROWS)] for op in BLOCK_OPS},
+}
+"""Op -> its few defaults; the others are those of :func:`_attention_defaults`."""
 
 
 def _columns(op: str, head_dim: int) -> int:
@@ -368,13 +368,3 @@ def _features(op: str) -> list[dict[str, Any]]:
         *([{"mask": "causal", "sinks": "bf16"}] if op != "backward" else []),
         {"varlen": True, "mask": "causal", "seqused_k": True},
     ]
-
-
-def _part_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
-    """(traits, target) pairs of preprocess or convert: head dims that divide rows differently, and varlen."""
-    targets = RUNS_ON[arch]
-    pairs = [(Traits(op, arch, "bf16", dim), MEASURED) for dim in (40, 64, 128, 256)]
-    pairs.append((Traits(op, arch, "fp16", 192, 128, varlen=True, seqused_q=True), targets[0]))
-    if op == "backward_preprocess":
-        pairs.append((Traits(op, arch, "bf16", 128, lse_grad=True), targets[0]))
-    return pairs

@@ -24,7 +24,7 @@ from typing import Any
 
 import cute_attn
 from cute_attn.compiler import bundle, compiled, has_dsl, registry
-from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, default_cache, switched_off
+from cute_attn.compiler.cache import CUBIN, LIBRARY, OBJECT, DiskCache, Entry, needed_cache
 from cute_attn.compiler.compiled import Prebuilt, Request, as_requests, default_target, prebuild, toolchain
 from cute_attn.compiler.fingerprint import machine, package_sources
 from cute_attn.epilogues.names import TRACED
@@ -99,7 +99,7 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
     _check_output(output)
     wanted = check_requests(requests)
     _run([*compiler(), "--version"], Path())
-    cache = disk_cache("bundling")
+    cache = needed_cache("bundling needs")
     # The folder is made now: kernels take long to build.
     folder = output.parent if output.suffix == ".whl" else output
     try:
@@ -109,14 +109,6 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
         reason = error.strerror or error
         raise ValueError(f"-o is {str(output)!r}; accepted: a place that can be written ({reason})") from None
     return _make(wanted, output, workers, cache)
-
-
-def disk_cache(what: str) -> DiskCache:
-    """The disk cache. Raises ValueError, which says that ``what`` needs it, if it is off."""
-    cache = default_cache()
-    if cache is None:
-        raise ValueError(f"{switched_off()}; {what} needs the disk cache")
-    return cache
 
 
 def check_requests(requests: Iterable[Any]) -> list[Request]:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cute_attn.compiler import compiled
-from cute_attn.compiler.cache import OBJECT
+from cute_attn.compiler.cache import OBJECT, needed_cache
 from cute_attn.compiler.compiled import CompiledKernel, Request, default_target, prebuild
 from cute_attn.lab import bundles
 from cute_attn.lab.tables import template
@@ -27,7 +27,7 @@ def export(requests: Iterable[Request], folder: Path, workers: int | None = None
     for (traits, _, _), name in zip(wanted, names, strict=True):
         if names.count(name) > 1:
             raise ValueError(f"{traits} is exported more than once; accepted: one tile of a name and target")
-    cache = bundles.disk_cache("exporting")
+    cache = needed_cache("exporting needs")
     with bundles.without_bundle():
         for built in prebuild(wanted, workers):
             if built.error is not None:

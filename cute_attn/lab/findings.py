@@ -142,10 +142,9 @@ def _on(one: Verdict, subject: str) -> list[str]:
         said.append(
             f"It spills {one.spills_in_step} times per step: try a smaller tile_n, more warps, or fewer fragments."
         )
-    if conflicts := _conflicts(one):
-        said.append(
-            f"Its copies have bank conflicts ({', '.join(conflicts)}): try another swizzle or padded rows."
-        )
+    if one.conflicting:
+        names = ", ".join(one.conflicting)
+        said.append(f"Its copies have bank conflicts ({names}): try another swizzle or padded rows.")
     if one.warnings:
         said.append(f"ptxas warns: {' '.join(one.warnings)}.")
     return said
@@ -174,10 +173,6 @@ def _bound(one: Verdict, subject: str) -> str:
             f"{subject} is bound by the L1 cache{beside}: {clocks.global_loads:.0%} of its clocks are threads' loads "
             "from global memory, such as a bias or a table; try to load fewer bytes per score."
         )
-    if clocks.bound == "shared memory" and _conflicts(one):  # the fault that follows says what to try
+    if clocks.bound == "shared memory" and one.conflicting:  # the fault that follows says what to try
         return f"{subject} is bound by shared memory{beside}, which bank conflicts make slower."
     return f"{subject} is bound by {clocks.bound}{beside}, {_TRY[clocks.bound]}."
-
-
-def _conflicts(one: Verdict) -> list[str]:
-    return [f"{copy.name} {copy.ways}-way" for copy in one.copies if copy.ways > 1]

@@ -60,11 +60,6 @@ class Space:
         """Every field of the tile that has values to try."""
         return cls(tile, tuple(_known_values(tile).items()))
 
-    def all(self) -> Iterator[Tile]:
-        names = [name for name, _ in self.values]
-        for combination in itertools.product(*(values for _, values in self.values)):
-            yield dataclasses.replace(self.tile, **dict(zip(names, combination, strict=True)))  # type: ignore[type-var]
-
     def neighbours(self, tile: Tile | None = None) -> Iterator[Tile]:
         """Yields a tile, by default the space's, with one field changed; each field's nearest values come first.
 
@@ -101,7 +96,9 @@ class Space:
 
     def tiles(self, traits: Traits, target: str) -> tuple[list[Tile], Counter[str]]:
         """The tiles of the product that fit, and how many did not for each reason."""
-        return accepted(self.all(), traits, target)
+        choices = ([(name, value) for value in values] for name, values in self.values)
+        product = (dataclasses.replace(self.tile, **dict(one)) for one in itertools.product(*choices))  # type: ignore[type-var]
+        return accepted(product, traits, target)
 
 
 def accepted(tiles: Iterable[Tile], traits: Traits, target: str) -> tuple[list[Tile], Counter[str]]:

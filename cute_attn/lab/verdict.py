@@ -156,6 +156,11 @@ class Verdict:
         return self.reason is None
 
     @property
+    def conflicting(self) -> list[str]:
+        """The names of copies that have bank conflicts, each with ``"8-way"`` or the like."""
+        return [f"{copy.name} {copy.ways}-way" for copy in self.copies if copy.ways > 1]
+
+    @property
     def uncounted(self) -> list[str]:
         """Opcodes of the step that access shared memory, if bank conflicts of no copy of the kernel were counted."""
         if self.steady is None or any(copy.minimum for copy in self.copies):
@@ -466,8 +471,9 @@ def _in_short(one: Verdict) -> str:
 
 
 def _bank_conflicts(one: Verdict) -> str:
-    conflicting = [f"{copy.name} {copy.ways}-way" for copy in one.copies if copy.ways > 1]
-    conflicting += [f"{copy.name} not counted: {copy.reason}" for copy in one.copies if copy.reason]
+    conflicting = one.conflicting + [
+        f"{copy.name} not counted: {copy.reason}" for copy in one.copies if copy.reason
+    ]
     if conflicting:
         return "[red]" + "; ".join(conflicting)
     count = len(one.copies)

@@ -262,15 +262,6 @@ class Lengths:
 PLAIN, NO_INPUTS, FULL_LENGTHS = Features(), ScoreInputs(), Lengths()
 
 
-@dataclass(frozen=True)
-class _Sequences:
-    """Batches of equal lengths that are computed together, and their rows."""
-
-    batch: slice
-    rows_q: slice
-    rows_k: slice
-
-
 def attention(
     q: Tensor,
     k: Tensor,
@@ -315,15 +306,9 @@ def attention(
     softmax = q4.new_zeros((batch, nheads, *longest)) if return_softmax else None
 
     for block in _blocks(q4, k4, lengths, features, longest):
-        piece, piece_lse, p = _attend(
-            block.queries(q4).to(dtype),
-            block.keys(k4).to(dtype),
-            block.keys(v4).to(dtype),
-            softmax_scale,
-            features,
-            inputs,
-            block.coords,
-        )
+        given = (block.queries(q4), block.keys(k4), block.keys(v4))
+        own_q, own_k, own_v = (x.to(dtype) for x in given)
+        piece, piece_lse, p = _attend(own_q, own_k, own_v, softmax_scale, features, inputs, block.coords)
         out[block.where, block.rows_q, block.heads] = piece.to(out.dtype)
         lse[block.where, block.heads, block.rows_q] = piece_lse.to(lse_dtype)
         if softmax is not None:
@@ -439,35 +424,27 @@ def _blocks(
 ) -> Iterator[_Block]:
     """Blocks that cover all scores of q and k (batch, seqlen, heads, dim): up to ``_CHUNK_SCORES``, or one query."""
     varlen, nheads = lengths.cu_seqlens_q is not None, q.shape[2]
-    for group in _sequences(q, k, lengths):
-        seqlen_q, seqlen_k = group.rows_q.stop - group.rows_q.start, group.rows_k.stop - group.rows_k.start
+
+    def index(rows: slice, axis: int) -> Tensor:
+        shape = [-1 if i == axis else 1 for i in range(4)]
+        return torch.arange(rows.start, rows.stop, device=q.device).view(shape)
+
+    for batch, rows_q, rows_k in _sequences(q, k, lengths):
+        seqlen_q, seqlen_k = rows_q.stop - rows_q.start, rows_k.stop - rows_k.start
         for heads in _chunks(nheads, max(1, _CHUNK_SCORES // max(1, seqlen_q * seqlen_k))):
-            head = torch.arange(heads.start, heads.stop, device=q.device)
             for rows in list(_chunks(seqlen_q, max(1, _CHUNK_SCORES // max(1, seqlen_k)))) or [slice(0, 0)]:
-                coords = ScoreCoords(
-                    batch=torch.arange(group.batch.start, group.batch.stop, device=q.device).view(
-                        -1, 1, 1, 1
-                    ),
-                    head=head.view(1, -1, 1, 1),
-                    query=torch.arange(rows.start, rows.stop, device=q.device).view(1, 1, -1, 1),
-                    key=torch.arange(seqlen_k, device=q.device).view(1, 1, 1, -1),
-                    nheads=nheads,
-                    seqlen_q=seqlen_q,
-                    seqlen_k=seqlen_k,
-                    max_seqlen_q=longest[0],
-                    max_seqlen_k=longest[1],
-                    top_left=features.mask.endswith("top_left"),
-                    varlen=varlen,
-                )
-                start = group.rows_q.start
+                places = (batch, heads, rows, slice(0, seqlen_k))
+                b, h, i, j = (index(own, axis) for axis, own in enumerate(places))
+                top_left = features.mask.endswith("top_left")
+                coords = ScoreCoords(b, h, i, j, nheads, seqlen_q, seqlen_k, *longest, top_left, varlen)
                 yield _Block(
-                    slice(0, 1) if varlen else group.batch,
-                    group.batch,
+                    slice(0, 1) if varlen else batch,
+                    batch,
                     heads,
-                    slice(start + rows.start, start + rows.stop),
-                    group.rows_k,
+                    slice(rows_q.start + rows.start, rows_q.start + rows.stop),
+                    rows_k,
                     rows.start,
-                    head * k.shape[2] // max(nheads, 1),
+                    coords.head.flatten() * k.shape[2] // max(nheads, 1),
                     coords,
                 )
 
@@ -515,38 +492,34 @@ def _with_signs(
     return torch.where(~keep if seen is None else ~keep & seen, -p, p)
 
 
-def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[_Sequences]:
-    """Every batch once; batches of full length are grouped, as many as fit ``_CHUNK_SCORES``."""
-    if all(
-        x is None for x in (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_q, lengths.seqused_k)
-    ):
+def _sequences(q: Tensor, k: Tensor, lengths: Lengths) -> Iterator[tuple[slice, slice, slice]]:
+    """Batches of equal lengths that are computed together, and their rows of q and of k.
+
+    Batches of full length are grouped, as many as fit ``_CHUNK_SCORES``.
+    """
+    given = (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_q, lengths.seqused_k)
+    if all(x is None for x in given):
         size = max(1, q.shape[1] * q.shape[2] * k.shape[1])
         for batch in _chunks(q.shape[0], max(1, _CHUNK_SCORES // size)):
-            yield _Sequences(batch, slice(0, q.shape[1]), slice(0, k.shape[1]))
+            yield batch, slice(0, q.shape[1]), slice(0, k.shape[1])
         return
     varlen = lengths.cu_seqlens_q is not None
-    starts_q, rows_q = _row_ranges(q, varlen, lengths.cu_seqlens_q, lengths.seqused_q)
-    starts_k, rows_k = _row_ranges(k, varlen, lengths.cu_seqlens_k, lengths.seqused_k)
-    for b in range(len(rows_q)):
-        yield _Sequences(
-            slice(b, b + 1),
-            slice(starts_q[b], starts_q[b] + rows_q[b]),
-            slice(starts_k[b], starts_k[b] + rows_k[b]),
-        )
+    rows_q = _rows(q, varlen, lengths.cu_seqlens_q, lengths.seqused_q)
+    rows_k = _rows(k, varlen, lengths.cu_seqlens_k, lengths.seqused_k)
+    for b, rows in enumerate(zip(rows_q, rows_k, strict=True)):
+        yield slice(b, b + 1), *rows
 
 
-def _row_ranges(
-    x: Tensor, varlen: bool, cu_seqlens: Tensor | None, seqused: Tensor | None
-) -> tuple[list[int], list[int]]:
+def _rows(x: Tensor, varlen: bool, cu_seqlens: Tensor | None, seqused: Tensor | None) -> list[slice]:
+    """The rows of each batch that are used."""
+    bounds = [(0, x.shape[1])] * x.shape[0]
     if varlen:
         assert cu_seqlens is not None
-        bounds = cu_seqlens.tolist()
-        starts, rows = bounds[:-1], [end - start for start, end in itertools.pairwise(bounds)]
-    else:
-        starts, rows = [0] * x.shape[0], [x.shape[1]] * x.shape[0]
-    return starts, rows if seqused is None else [
-        max(min(pair), 0) for pair in zip(rows, seqused.tolist(), strict=True)
-    ]
+        bounds = list(itertools.pairwise(cu_seqlens.tolist()))
+    lengths = [end - start for start, end in bounds]
+    if seqused is not None:
+        lengths = [max(min(pair), 0) for pair in zip(lengths, seqused.tolist(), strict=True)]
+    return [slice(start, start + n) for (start, _), n in zip(bounds, lengths, strict=True)]
 
 
 def _chunks(count: int, size: int) -> Iterator[slice]:

@@ -26,18 +26,10 @@ from cutlass.torch import dtype as to_torch_dtype
 from torch import Tensor
 
 from cute_attn import reference
-from cute_attn.device.math import LARGEST, LOG2_E
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
-from cute_attn.reference.emulated import (
-    Buffers,
-    DualBuffers,
-    GradientBuffers,
-    every_key_block,
-    every_sequence,
-    packed_heads,
-)
+from cute_attn.reference.emulated import Buffers, GradientBuffers, every_sequence, packed_heads
 from cute_attn.traits import Traits
 from layouts.model import no_arguments
 
@@ -154,10 +146,10 @@ def attend_on_host(
     max_seqlen_q, heads = products.shape[2], packed_heads(kernel)
     products, values = _pack(products, heads), values[:, ::heads]
     rows, seqlen_k = products.shape[2:]
-    buffers = _buffers(Buffers, kernel, products.shape, values.shape[3])
+    buffers = new_buffers(Buffers, kernel, products.shape, values.shape[3])
     buffers.products[:, :, :rows, :seqlen_k] = products
     buffers.values[:, :, :seqlen_k] = values
-    _run(every_sequence, kernel, buffers, (lengths, max_seqlen_q, seqlen_k), inputs, softmax_scale)
+    run(every_sequence, kernel, buffers, (lengths, max_seqlen_q, seqlen_k), inputs, softmax_scale)
     score_scale = 1.0 if kernel.epilogues.has_bias else inputs.softcap or softmax_scale
     seen = (slice(None), slice(None), slice(rows), slice(seqlen_k))
     lse = buffers.lse[seen[:3]]
@@ -179,74 +171,6 @@ def _unpack(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (-1, heads)).transpose(2, 3).flatten(1, 2)
 
 
-def tangents_on_host(
-    kernel: Any,
-    products: tuple[Tensor, Tensor],
-    values: tuple[Tensor, Tensor],
-    softmax_scale: float,
-    inputs: ScoreInputs,
-    lengths: reference.Lengths = reference.FULL_LENGTHS,
-) -> EmulatedTangents:
-    """Run the per-thread code of a forward with tangents on given products, in the emulator's loop over blocks.
-
-    Args:
-        kernel: see :func:`attend_on_host`; its traits have op ``jvp``, and its tile has no packed heads.
-        products: q k^T and q_dot k^T + q k_dot^T, each as in :func:`attend_on_host`.
-        values: V and its tangent, each as in :func:`attend_on_host`.
-        softmax_scale, inputs, lengths: see :func:`attend_on_host`.
-    """
-    _, _, seqlen_q, seqlen_k = products[0].shape
-    buffers = _buffers(DualBuffers, kernel, products[0].shape, values[0].shape[3])
-    own = (buffers.products, buffers.products_dot, buffers.values, buffers.values_dot)
-    for x, given in zip(own, (*products, *values), strict=True):
-        x[:, :, : given.shape[2], : given.shape[3]] = given
-    _run(every_sequence, kernel, buffers, (lengths, seqlen_q, seqlen_k), inputs, softmax_scale)
-    found = (buffers.lse, buffers.lse_dot, buffers.out, buffers.out_dot)
-    lse, lse_dot, out, out_dot = (x[:, :, :seqlen_q] for x in found)
-    missing = lse.isnan().unsqueeze(-1)
-    out, out_dot = (x.masked_fill(missing, torch.nan) for x in (out, out_dot))
-    return EmulatedTangents(out, lse, out_dot, lse_dot)
-
-
-def differentiate_on_host(
-    kernel: Any,
-    products: Tensor,
-    grad_p: Tensor,
-    lse: Tensor,
-    minus_d: Tensor,
-    softmax_scale: float,
-    inputs: ScoreInputs,
-    lengths: reference.Lengths = reference.FULL_LENGTHS,
-) -> EmulatedGradients:
-    """Run a backward kernel's per-thread code on given products, in the emulator's loop over blocks.
-
-    Args:
-        kernel: any object with a backward kernel's ``epilogues``, ``tile`` (tile_m, tile_n) and ``tiled_mma()``, which
-            with ``transposed`` is the MMA of K Q^T.
-        products: q k^T, float32 (batch, nheads, max_seqlen_q, max_seqlen_k), on the CPU.
-        grad_p: dO v^T, of the shape of products.
-        lse: float32 (batch, nheads, max_seqlen_q), natural log; -inf where a row sees no key.
-        minus_d: (dLSE - rowsum(dO * O)) * (1 - dropout_p), of lse's shape.
-        softmax_scale, inputs, lengths: see :func:`attend_on_host`; ``inputs.grad_bias`` is written.
-    """
-    _, _, seqlen_q, seqlen_k = products.shape
-    buffers = _buffers(GradientBuffers, kernel, products.shape)
-    seen = (slice(None), slice(None), slice(seqlen_q), slice(seqlen_k))
-    buffers.products[seen], buffers.grad_p[seen] = products, grad_p
-    lse_log2 = (lse * LOG2_E).clamp(-LARGEST, LARGEST)
-    buffers.lse_log2[seen[:3]] = lse_log2.masked_fill(lse == -torch.inf, torch.inf)
-    buffers.minus_d[seen[:3]] = minus_d.masked_fill(lse == -torch.inf, 0.0)
-    _run(every_key_block, kernel, buffers, (lengths, seqlen_q, seqlen_k), inputs, softmax_scale)
-    return EmulatedGradients(buffers.p[seen], buffers.scores[seen], buffers.visits)
-
-
-_DTYPES = {"visits": Int32}
-_RANKS = {
-    **dict.fromkeys(
-        ("lse", "factors", "maxima", "sums", "lse_log2", "minus_d", "lse_dot", "unseen", "totals"), 3
-    ),
-    **dict.fromkeys(("statistics", "row_tangents"), 1),
-}
 _FILLS = {
     **dict.fromkeys(("scores", "lse", "lse_dot"), torch.nan),
     "maxima": -torch.inf,
@@ -255,28 +179,31 @@ _FILLS = {
 """Initial values of buffers that do not start at 0."""
 
 
-def _buffers(kind: Any, kernel: Any, shape: Sequence[int], columns: int = 0) -> Any:
+def new_buffers(kind: Any, kernel: Any, shape: Sequence[int], columns: int = 0) -> Any:
     """Allocate buffers for scores of this shape and for ``columns`` of V, padded to whole blocks."""
     (batch, heads, rows, keys), tile = shape, kernel.tile
     blocks = (-(-rows // tile.tile_m), -(-keys // tile.tile_n))
-    padded = (batch, heads, blocks[0] * tile.tile_m, blocks[1] * tile.tile_n)
+    of_rows = (batch, heads, blocks[0] * tile.tile_m)
+    padded = (*of_rows, blocks[1] * tile.tile_n)
+    numbers = ["lse", "factors", "maxima", "sums", "lse_log2", "minus_d", "lse_dot", "unseen", "totals"]
     shapes = {
         **dict.fromkeys(("values", "values_dot"), (batch, heads, padded[3], columns)),
-        **dict.fromkeys(("out", "out_dot"), (*padded[:3], columns)),
+        **dict.fromkeys(("out", "out_dot"), (*of_rows, columns)),
+        **dict.fromkeys(numbers, of_rows),
+        **dict.fromkeys(("statistics", "row_tangents"), (2 * tile.tile_m * tile.tile_n,)),
         "visits": (batch, heads, *blocks),
-        "block_sums": (*padded[:3], 2),
+        "block_sums": (*of_rows, 2),
     }
-    by_rank = {1: (2 * tile.tile_m * tile.tile_n,), 3: padded[:3], 4: padded}
 
     def new(name: str) -> Tensor:
-        size = shapes.get(name) or by_rank[_RANKS.get(name, 4)]
         fill = 0.0 if kind is GradientBuffers and name == "scores" else _FILLS.get(name, 0.0)
-        return torch.full(size, fill, dtype=torch.int32 if name in _DTYPES else torch.float32)
+        dtype = torch.int32 if name == "visits" else torch.float32
+        return torch.full(shapes.get(name, padded), fill, dtype=dtype)
 
     return kind._make(map(new, kind._fields))
 
 
-def _run(
+def run(
     entry: Callable[..., None],
     kernel: Any,
     buffers: Any,
@@ -290,8 +217,8 @@ def _run(
     seqlens = Seqlens(*starts, *used, *longest)
     given = tuple(x is not None for x in seqlens[:4])
     classes = tuple(type(modifier) for modifier in kernel.epilogues.modifiers)
-    fields: Any = type(buffers)
-    host = _compiled(entry, fields, kernel, classes, given)
+    ranks: Any = type(buffers)(*((x.dtype, x.ndim) for x in buffers))
+    host = _compiled(entry, ranks, kernel, classes, given)
     host.function(_values(host.fakes, (buffers, seqlens, args, float(softmax_scale))))
 
 
@@ -304,15 +231,16 @@ class _Host(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _compiled(
-    entry: Callable[..., None], fields: Any, kernel: Any, classes: tuple[type, ...], given: tuple[bool, ...]
+    entry: Callable[..., None], ranks: Any, kernel: Any, classes: tuple[type, ...], given: tuple[bool, ...]
 ) -> _Host:
     """Compile the emulation of a kernel, for all sizes.
 
-    classes: the epilogues' classes, since names may be registered again. given: which lengths are tensors.
+    ranks: dtype and rank of each buffer. classes: the epilogues' classes, since names may be registered again. given:
+    which lengths are tensors.
 
     Tensors are passed as address, sizes and strides, since with TVM-FFI the code would be compiled twice.
     """
-    buffers = fields._make(_fake(_DTYPES.get(name, Float32), _RANKS.get(name, 4)) for name in fields._fields)
+    buffers = ranks._make(_fake(Int32 if dtype == torch.int32 else Float32, rank) for dtype, rank in ranks)
     lengths = (_fake(Int32, 1) if present else None for present in given)
     seqlens = Seqlens(next(lengths), next(lengths), next(lengths), next(lengths), Int32(0), Int32(0))
     fakes = (buffers, seqlens, kernel.epilogues.fake_args(), Float32(0))

@@ -84,6 +84,10 @@ class QueryBlockContext:
         """Number of heads packed into the tile's rows."""
         return packed_heads(self.kernel)
 
+    @property
+    def has_tangents(self) -> bool:
+        return hasattr(self.buffers, "dots")
+
     def _ordered(self, query: Any, key: Any) -> tuple[Any, Any]:
         """A value for queries and one for keys in the order of the accumulator's modes."""
         return (key, query) if self.transposed else (query, key)
@@ -143,10 +147,7 @@ def every_sequence(buffers: Any, seqlens: Seqlens, args: Any, scale: Float32, ke
             for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):
                 scale_log2 = chain.scale_log2(context.score_scale)
                 ctx = QueryBlockContext(plane, state, row0, info.seqlen_q, scale_log2, kernel)
-                if cutlass.const_expr(hasattr(buffers, "dots")):
-                    _dual_query_block(ctx, args, pack * heads, scale)
-                else:
-                    _query_block(ctx, args, pack * heads)
+                _query_block(ctx, args, pack * heads, scale)
 
 
 @cute.jit
@@ -161,49 +162,84 @@ def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
 
 
 @cute.jit
-def _query_block(ctx: QueryBlockContext, args: Any, head: Int32):
-    size, buffers = ctx.kernel.tile, ctx.buffers
+def _query_block(ctx: QueryBlockContext, args: Any, head: Int32, scale: Float32):
+    size, chain, buffers = ctx.kernel.tile, ctx.kernel.epilogues, ctx.buffers
     end_row = cutlass.min(ctx.row0 + size.tile_m, ctx.seqlen_q * ctx.heads)
     queries = (ctx.row0 // ctx.heads, end_row // ctx.heads)
-    blocks = ctx.kernel.epilogues.key_blocks(ctx.state, *queries, size.tile_n)
+    blocks = chain.key_blocks(ctx.state, *queries, size.tile_n)
     for thread in cutlass.range(ctx.threads):
         rows = len(ctx.score_map(thread).modes.rows)
         OnlineSoftmax.make(rows, ctx.scale_log2, False, ctx.statistics(thread, rows))
+        if cutlass.const_expr(ctx.has_tangents):
+            tangents = ctx.row_tangents(thread, rows)
+            tangents.center.fill(0.0)
+            tangents.total.fill(0.0)
     for i in cutlass.range(blocks.end - blocks.begin):
         step = blocks.end - 1 - i
         block = blocks.block(step)
         # On Hopper the first step is masked whatever its block is.
-        first = ctx.kernel.epilogues.visits_lists and step == blocks.end - 1
+        first = chain.visits_lists and step == blocks.end - 1
         if step >= blocks.full_begin and step < blocks.full_end and not first:
-            _key_block(ctx, block, False)
+            _key_block(ctx, block, scale, False)
         else:
-            _key_block(ctx, block, True, blocks.visit(step)[1])
-        if cutlass.const_expr(ctx.kernel.epilogues.dropout is not None):
-            for thread in cutlass.range(ctx.threads):
-                _drop(ctx, thread, block)
+            _key_block(ctx, block, scale, True, blocks.visit(step)[1])
         for row in cutlass.range(ctx.row0, end_row):
-            for d in cutlass.range(buffers.out.shape[1]):
-                total = buffers.out[row, d] * buffers.factors[row]
-                for key in cutlass.range(block * size.tile_n, (block + 1) * size.tile_n):
-                    total = total + buffers.p[row, key] * buffers.values[key, d]
-                buffers.out[row, d] = total
+            _add_products(ctx, row, block)
     for thread in cutlass.range(ctx.threads):
         _add_up(ctx, thread)
     for thread in cutlass.range(ctx.threads):
         _finish(ctx, thread, args, head)
-    for row in cutlass.range(ctx.row0, end_row):
-        for d in cutlass.range(buffers.out.shape[1]):
-            buffers.out[row, d] = buffers.out[row, d] * buffers.factors[row]
+    if cutlass.const_expr(ctx.has_tangents):
+        for thread in cutlass.range(ctx.threads):
+            _finish_tangents(ctx, thread, end_row)
+    else:
+        for row in cutlass.range(ctx.row0, end_row):
+            for d in cutlass.range(buffers.out.shape[1]):
+                buffers.out[row, d] = buffers.out[row, d] * buffers.factors[row]
 
 
 @cute.jit
-def _key_block(ctx: QueryBlockContext, block: Int32, masked: Constexpr, partial: Boolean | None = None):
-    """Run the two phases of a key block: between the phases, threads exchange row maxima."""
-    ctx.buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
+def _key_block(
+    ctx: QueryBlockContext, block: Int32, scale: Float32, masked: Constexpr, partial: Boolean | None = None
+):
+    """Run the phases of a key block: threads exchange row maxima after the first, with tangents row sums after the
+    second.
+    """
+    buffers = ctx.buffers
+    buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
     for thread in cutlass.range(ctx.threads):
         _score(ctx, thread, block, masked, partial)
-    for thread in cutlass.range(ctx.threads):
-        _exponentiate(ctx, thread, block, masked)
+    if cutlass.const_expr(ctx.has_tangents):
+        for row in cutlass.range(ctx.row0, ctx.row0 + ctx.kernel.tile.tile_m):
+            buffers.block_sums[row, 0] = 0.0
+            buffers.block_sums[row, 1] = 0.0
+        for thread in cutlass.range(ctx.threads):
+            _weigh(ctx, thread, block, scale, masked, partial)
+        for thread in cutlass.range(ctx.threads):
+            _center(ctx, thread, block, scale)
+    else:
+        for thread in cutlass.range(ctx.threads):
+            _exponentiate(ctx, thread, block, masked)
+        if cutlass.const_expr(ctx.kernel.epilogues.dropout is not None):
+            for thread in cutlass.range(ctx.threads):
+                _drop(ctx, thread, block)
+
+
+@cute.jit
+def _add_products(ctx: QueryBlockContext, row: Int32, block: Int32):
+    """Add the product of P with V to one row of O; with tangents that of P + P S_dot e with V + V_dot e."""
+    buffers, tile_n = ctx.buffers, ctx.kernel.tile.tile_n
+    for d in cutlass.range(buffers.out.shape[1]):
+        total = buffers.out[row, d] * buffers.factors[row]
+        for key in cutlass.range(block * tile_n, (block + 1) * tile_n):
+            total = total + buffers.p[row, key] * buffers.values[key, d]
+        buffers.out[row, d] = total
+        if cutlass.const_expr(ctx.has_tangents):
+            dot = buffers.out_dot[row, d] * buffers.factors[row]
+            for key in cutlass.range(block * tile_n, (block + 1) * tile_n):
+                dot = dot + buffers.dots[row, key] * buffers.values[key, d]
+                dot = dot + buffers.p[row, key] * buffers.values_dot[key, d]
+            buffers.out_dot[row, d] = dot
 
 
 @cute.jit
@@ -266,11 +302,14 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
 
 @cute.jit
 def _add_up(ctx: QueryBlockContext, thread: Int32):
-    """Add a thread's partial row sums to its rows' sums."""
-    rows = ctx.rows(thread)
+    """Add a thread's partial row sums, and those of tangents, to its rows' sums."""
+    rows, buffers = ctx.rows(thread), ctx.buffers
     row_sum = ctx.online_softmax(thread, len(rows)).load_stats().row_sum
     for r in cutlass.range_constexpr(len(rows)):
-        ctx.buffers.sums[rows[r]] = ctx.buffers.sums[rows[r]] + row_sum[r]
+        buffers.sums[rows[r]] = buffers.sums[rows[r]] + row_sum[r]
+        if cutlass.const_expr(ctx.has_tangents):
+            total = ctx.row_tangents(thread, len(rows)).total
+            buffers.totals[rows[r]] = buffers.totals[rows[r]] + total[r]
 
 
 @cute.jit
@@ -289,52 +328,7 @@ def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
         ctx.buffers.factors[rows[r]], ctx.buffers.lse[rows[r]] = factor, lse
 
 
-# ---- the forward with tangents ----
-
-
-@cute.jit
-def _dual_query_block(ctx: QueryBlockContext, args: Any, head: Int32, scale: Float32):
-    size, chain = ctx.kernel.tile, ctx.kernel.epilogues
-    end_row = cutlass.min(ctx.row0 + size.tile_m, ctx.seqlen_q)
-    blocks = chain.key_blocks(ctx.state, ctx.row0, end_row, size.tile_n)
-    for thread in cutlass.range(ctx.threads):
-        rows = len(ctx.score_map(thread).modes.rows)
-        OnlineSoftmax.make(rows, ctx.scale_log2, False, ctx.statistics(thread, rows))
-        tangents = ctx.row_tangents(thread, rows)
-        tangents.center.fill(0.0)
-        tangents.total.fill(0.0)
-    for i in cutlass.range(blocks.end - blocks.begin):
-        step = blocks.end - 1 - i
-        block = blocks.block(step)
-        if step >= blocks.full_begin and step < blocks.full_end:
-            _dual_key_block(ctx, block, scale, False)
-        else:
-            _dual_key_block(ctx, block, scale, True, blocks.visit(step)[1])
-        for row in cutlass.range(ctx.row0, end_row):
-            _add_dual_products(ctx, row, block)
-    for thread in cutlass.range(ctx.threads):
-        _add_up(ctx, thread)
-        _add_up_totals(ctx, thread)
-    for thread in cutlass.range(ctx.threads):
-        _finish(ctx, thread, args, head)
-    for thread in cutlass.range(ctx.threads):
-        _finish_tangents(ctx, thread, end_row)
-
-
-@cute.jit
-def _dual_key_block(
-    ctx: QueryBlockContext, block: Int32, scale: Float32, masked: Constexpr, partial: Boolean | None = None
-):
-    """Run the phases of a key block: threads exchange row maxima after the first phase, row sums after the second."""
-    for thread in cutlass.range(ctx.threads):
-        _score(ctx, thread, block, masked, partial)
-    for row in cutlass.range(ctx.row0, ctx.row0 + ctx.kernel.tile.tile_m):
-        ctx.buffers.block_sums[row, 0] = 0.0
-        ctx.buffers.block_sums[row, 1] = 0.0
-    for thread in cutlass.range(ctx.threads):
-        _weigh(ctx, thread, block, scale, masked, partial)
-    for thread in cutlass.range(ctx.threads):
-        _center(ctx, thread, block, scale)
+# ---- tangents ----
 
 
 @cute.jit
@@ -392,29 +386,6 @@ def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32)
     _copy(dot, half)
     chain.zero_dropped(chain.dropout_mask(ctx.state, tile), ctx.score_map(thread).view(half))
     _copy(half, ctx.part(buffers.dots, thread, block))
-
-
-@cute.jit
-def _add_dual_products(ctx: QueryBlockContext, row: Int32, block: Int32):
-    """Add the product of P + P S_dot e with V + V_dot e to one row of O and its tangent."""
-    buffers, tile_n = ctx.buffers, ctx.kernel.tile.tile_n
-    for d in cutlass.range(buffers.out.shape[1]):
-        total = buffers.out[row, d] * buffers.factors[row]
-        dot = buffers.out_dot[row, d] * buffers.factors[row]
-        for key in cutlass.range(block * tile_n, (block + 1) * tile_n):
-            p, value = buffers.p[row, key], buffers.values[key, d]
-            total = total + p * value
-            dot = dot + buffers.dots[row, key] * value + p * buffers.values_dot[key, d]
-        buffers.out[row, d], buffers.out_dot[row, d] = total, dot
-
-
-@cute.jit
-def _add_up_totals(ctx: QueryBlockContext, thread: Int32):
-    """Like :func:`_add_up`, for the sums of tangents."""
-    rows = ctx.rows(thread)
-    total = ctx.row_tangents(thread, len(rows)).total
-    for r in cutlass.range_constexpr(len(rows)):
-        ctx.buffers.totals[rows[r]] = ctx.buffers.totals[rows[r]] + total[r]
 
 
 @cute.jit

@@ -189,7 +189,9 @@ def attention(
     ):
         begin = max(begins[b], 0)
         where = cache.rows(b, begin, max(begin, ends[b]))
-        own = _inputs_of(inputs, b)
+        own = inputs
+        if inputs.alibi_slopes is not None and inputs.alibi_slopes.dim() == 2:
+            own = dataclasses.replace(inputs, alibi_slopes=inputs.alibi_slopes[b])
         k, v = (x[where].unsqueeze(0) for x in (cache.k, cache.v))
         epilogues = tuple(_of_sequence(epilogue, b) for epilogue in features.epilogues)
         if trees is not None:
@@ -223,14 +225,6 @@ def _of_sequence(epilogue: reference.Epilogue, batch: int) -> reference.Epilogue
         return epilogue(scores, dataclasses.replace(coords, batch=coords.batch + batch), inputs)
 
     return apply
-
-
-def _inputs_of(inputs: ScoreInputs, batch: int) -> ScoreInputs:
-    """The epilogues' inputs for one sequence."""
-    slopes = inputs.alibi_slopes
-    if slopes is None or slopes.dim() == 1:
-        return inputs
-    return dataclasses.replace(inputs, alibi_slopes=slopes[batch])
 
 
 def query_positions(

@@ -10,11 +10,13 @@ from torch import Tensor
 
 import layouts
 from cute_attn import reference
+from cute_attn.device.math import LARGEST, LOG2_E
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference import emulate
 from cute_attn.reference.emulate import Emulated, EmulatedGradients, EmulatedTangents
+from cute_attn.reference.emulated import DualBuffers, GradientBuffers, every_key_block, every_sequence
 from cute_attn.traits import Traits
 
 
@@ -141,21 +143,44 @@ class Scores:
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
 
     def tangents(self, tiling: Tiling, dots: "Scores") -> EmulatedTangents:
-        """Run the emulation of a forward with tangents. dots: has the tangents of q, k and v."""
+        """Run the emulation of a forward with tangents, of op ``jvp``. dots: has the tangents of q, k and v."""
         product = torch.einsum("bqhd,bkhd->bhqk", dots.q, self.k)
         product = product + torch.einsum("bqhd,bkhd->bhqk", self.q, dots.k)
-        values = (self.v.transpose(1, 2), dots.v.transpose(1, 2))
-        given = ((self.products, product), values, self.scale, self.inputs, self.lengths)
-        return emulate.tangents_on_host(tiling, *given)
+        buffers = emulate.new_buffers(DualBuffers, tiling, self.shape, self.v.shape[3])
+        own = (buffers.products, buffers.products_dot, buffers.values, buffers.values_dot)
+        given = (self.products, product, self.v.transpose(1, 2), dots.v.transpose(1, 2))
+        for x, y in zip(own, given, strict=True):
+            x[:, :, : y.shape[2], : y.shape[3]] = y
+        self._run(every_sequence, tiling, buffers)
+        found = (buffers.out, buffers.lse, buffers.out_dot, buffers.lse_dot)
+        out, lse, out_dot, lse_dot = (x[:, :, : self.shape[2]] for x in found)
+        missing = lse.isnan().unsqueeze(-1)
+        out, out_dot = (x.masked_fill(missing, torch.nan) for x in (out, out_dot))
+        return EmulatedTangents(out, lse, out_dot, lse_dot)
 
     def differentiate(
         self, tiling: Tiling, grad_out: Tensor, lse: Tensor, minus_d: Tensor
     ) -> EmulatedGradients:
-        """Run the backward's emulation. grad_out: gradient of out, (batch, seqlen_q, nheads, head_dim)."""
-        grad_p = torch.einsum("bqhd,bkhd->bhqk", grad_out, self.v)
-        return emulate.differentiate_on_host(
-            tiling, self.products, grad_p, lse, minus_d, self.scale, self.inputs, self.lengths
-        )
+        """Run the backward's emulation; ``inputs.grad_bias`` is written.
+
+        Args:
+            tiling: if transposed, its MMA is that of K Q^T.
+            grad_out: gradient of out, (batch, seqlen_q, nheads, head_dim).
+            lse: float32 (batch, nheads, seqlen_q), natural log; -inf where a row sees no key.
+            minus_d: (dLSE - rowsum(dO * O)) * (1 - dropout_p), of lse's shape.
+        """
+        buffers = emulate.new_buffers(GradientBuffers, tiling, self.shape)
+        seen = (slice(None), slice(None), slice(self.shape[2]), slice(self.shape[3]))
+        buffers.products[seen] = self.products
+        buffers.grad_p[seen] = torch.einsum("bqhd,bkhd->bhqk", grad_out, self.v)
+        lse_log2 = (lse * LOG2_E).clamp(-LARGEST, LARGEST)
+        buffers.lse_log2[seen[:3]] = lse_log2.masked_fill(lse == -torch.inf, torch.inf)
+        buffers.minus_d[seen[:3]] = minus_d.masked_fill(lse == -torch.inf, 0.0)
+        self._run(every_key_block, tiling, buffers)
+        return EmulatedGradients(buffers.p[seen], buffers.scores[seen], buffers.visits)
+
+    def _run(self, entry: Callable[..., None], tiling: Tiling, buffers: Any) -> None:
+        emulate.run(entry, tiling, buffers, (self.lengths, *self.shape[2:]), self.inputs, self.scale)
 
     def features(self, traits: Traits) -> reference.Features:
         """The traits' features in the form that the reference accepts."""

@@ -11,7 +11,7 @@ from cute_attn.lab.verdict import verdict
 from tests import notebook
 from tour import notebooks, page, report
 from tour.common import with_epilogue
-from tour.levels import BACKWARD_LEVELS, LEVELS
+from tour.levels import LEVELS
 
 OWN = range(1, 8)  # the eighth is the package's
 
@@ -94,7 +94,7 @@ def test_the_page_is_of_todays_texts_and_numbers():
         assert facts["levels"]["7"] == report.facts(LEVELS[7]), "make tour"
 
 
-@pytest.mark.parametrize("entry", (LEVELS | BACKWARD_LEVELS).values(), ids=lambda entry: str(entry.number))
+@pytest.mark.parametrize("entry", LEVELS.values(), ids=lambda entry: str(entry.number))
 def test_a_levels_notebook_has_its_file_as_a_cell_and_its_outputs(entry):
     """That its outputs are today's is a slow test of the examples."""
     text = notebooks.path_of(entry).read_text()

@@ -59,7 +59,8 @@ def time_workload(
     with the names of the implementations involved.
     """
     torch.manual_seed(0)
-    runs, errors = _ready(workload, implementations, stage)
+    stage(tuple(implementations))
+    runs, errors = ready(workload, workload.inputs(), implementations, stage)
     stage(tuple(runs))
     times = clock.medians(runs, milliseconds, most=most)
     rows = []
@@ -77,14 +78,13 @@ def time_workload(
     return rows, mhz
 
 
-def _ready(
-    workload: Workload,
-    implementations: Mapping[str, Implementation],
+def ready(
+    workload: Any,
+    inputs: Any,
+    implementations: Mapping[str, Callable[[Any, Any], Run]],
     stage: Callable[[tuple[str, ...]], None],
 ) -> tuple[dict[str, Run], dict[str, str]]:
     """Functions of the implementations that run and agree, and the errors of the other implementations."""
-    stage(tuple(implementations))
-    inputs = workload.inputs()
     runs: dict[str, Run] = {}
     errors: dict[str, str] = {}
     expected: tuple[str, tuple[Tensor, ...]] | None = None
@@ -94,11 +94,8 @@ def _ready(
             run = implementation(workload, inputs)
             result = run()
             torch.cuda.synchronize()
-        except Declined as reason:
-            errors[name] = str(reason)
-            continue
         except Exception as error:  # a row of the table
-            errors[name] = first_line(error)
+            errors[name] = reason(error)
             torch.cuda.synchronize()  # raises again if the GPU's context is lost
             continue
         results = result if isinstance(result, tuple) else (result,)
@@ -110,6 +107,11 @@ def _ready(
             continue
         runs[name] = run
     return runs, errors
+
+
+def reason(error: Exception) -> str:
+    """Why an implementation has no time, for a row of a table."""
+    return str(error) if isinstance(error, Declined) else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
