@@ -421,6 +421,7 @@ from_starts(STARTS_Q, STARTS_K.to("meta")) -> ValueError: cu_seqlens_k is on met
 from_starts(STARTS_Q.long(), STARTS_K) -> TypeError: cu_seqlens_q has dtype torch.int64; accepted: torch.int32
 told(block_mask=torch.ones(3, 3)) -> TypeError: block_mask is a Tensor; accepted: torch's BlockMask
 told(seqused_k=torch.tensor([3, 3], dtype=torch.int32)) -> ValueError: block_mask is given with seqused_k
+told(block_mask=of(3, 4, 300, 300)) -> ValueError: block_mask has batch 3; accepted: 2, q's, or 1
 told(of_sizes(nheads=6)) -> ValueError: block_mask has heads 4; accepted: 6, q's, or 1
 told(of_sizes(nheads_kv=3)) -> ValueError: q has 4 heads; accepted: a multiple of k's 3
 told(of_sizes(nheads_kv=0)) -> ValueError: q has 4 heads; accepted: a multiple of k's 0
