@@ -198,14 +198,6 @@ def test_a_cache_takes_any_scale_that_attention_takes(scale):
     torch.testing.assert_close(found, attention(QUERIES, k, v, softmax_scale=scale))
 
 
-@pytest.mark.parametrize("flag", [1, np.True_, torch.tensor(True), 2.0])
-def test_flash_attns_flags_may_be_what_has_a_truth_value(flag):
-    """As its extension takes them; None is False."""
-    found = flash_attn.flash_attn_func(Q, K, V, causal=flag, return_attn_probs=flag)[0]
-    assert found.equal(attention(Q, K, V, causal=True))
-    assert flash_attn.flash_attn_func(Q, K, V, causal=None, deterministic=None).equal(attention(Q, K, V))
-
-
 def test_pages_that_no_row_needs_may_be_any():
     """Those behind a sequence's end, and those before the first valid row."""
     table = int32(-7, 0, 99, 1, 2, -1).view(2, 3)

@@ -2,6 +2,7 @@
 
 import operator
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from cute_attn.reference import Lengths
 from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
 from cute_attn.traits import LISTED_ROWS
 from tests import refusals
+from tests.compared import same
 
 DOCUMENT = torch.tensor([0] * 130 + [1] * 300 + [2] * 400)
 
@@ -105,79 +107,6 @@ def test_full_blocks_need_no_mask():
     listed = [(row[: n // 128] // 2).tolist() for row, (_, n) in zip(blocks[0, 0], counts[0, 0], strict=True)]
     assert listed == [[*range(i), i] for i in range(4)]
     assert (kinds_of(mask)[0, 0].diagonal() == PARTIAL).all() and kinds_of(mask)[0, 0, 3, 0] == FULL
-
-
-@pytest.mark.parametrize(
-    ("case", "tiling"),
-    [
-        *(("document", "warps4x1-128x32"), ("window", "warps2x2-64x64")),
-        *(("blocks", "wgmma2-64x128-along-n"), ("full blocks", "warps4x1-128x32")),
-        *(("small blocks", "wgmma2-64x128-along-n"), ("window", "wgmma1-64x80")),
-    ],
-)
-def test_kernels_visit_listed_blocks(case, tiling):
-    """The last tiling's blocks are no parts of listed ones: it visits all."""
-    masks = {
-        "document": lambda: create_block_mask(causal_document, None, None, 300, 300, device="cpu"),
-        "window": lambda: create_block_mask(window, None, 2, 300, 300, device="cpu"),
-        "blocks": lambda: blocks_of((0, 2), (1,), ()),
-        "full blocks": lambda: full_blocks(causal_document),
-        "small blocks": lambda: create_block_mask(window, None, 2, 300, 300, device="cpu", BLOCK_SIZE=32),
-    }
-    mask = masks[case]()
-    problem = Scores.random(1, 2, 300, 300)
-    name, tensors = epilogue_of_block_mask(mask, problem.q, problem.k)
-    problem = Scores(problem.q, problem.k, problem.v, ScoreInputs(extra={name: tensors}))
-    made = TILINGS[tiling].of(name)
-    found = problem.emulate(made)
-    out, lse = problem.expected(made.traits)
-    seen = lse.isfinite()
-    assert torch.equal(found.lse.isfinite(), seen)
-    torch.testing.assert_close(found.lse[seen], lse[seen], atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(found.out, out, atol=2e-3, rtol=1e-2)
-    visits_all = tiling == "wgmma1-64x80"
-    assert made.epilogues.visits_lists != visits_all
-    if not visits_all:
-        tile, counts = made.tile, tensors[-4]
-        rows = torch.arange(-(-300 // tile.tile_m)) * tile.tile_m // LISTED_ROWS
-        listed = (counts[:, :, rows, 1] + tile.tile_n - 1) // tile.tile_n
-        assert torch.equal((found.visits > 0).sum(-1), listed.expand(1, 2, -1))
-
-
-@pytest.mark.parametrize(
-    ("case", "tiling"),
-    [
-        ("document", "warps4x1-64x64-transposed"),
-        ("window", "wgmma2-64x128-transposed"),
-        ("full blocks", "warps4x1-64x64-transposed"),
-        ("blocks of each head", "wgmma2-64x128-transposed"),
-    ],
-)
-def test_backward_kernels_visit_listed_blocks(case, tiling):
-    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
-    heads = {"document": None, "window": 2}
-    if case in heads:
-        function = causal_document if case == "document" else window
-        mask = create_block_mask(function, None, heads[case], 300, 300, device="cpu")
-    elif case == "full blocks":
-        mask = full_blocks(causal_document)
-    else:  # without a function, which would hide what a head does not list
-        one, other = (blocks_of(*rows) for rows in (((0, 2), (1,), (2,)), ((1,), (0, 2), (0,))))
-        lists = ((x.kv_num_blocks, x.kv_indices) for x in (one, other))
-        mask = BlockMask.from_kv_blocks(*(torch.cat(both, 1) for both in zip(*lists, strict=True)))
-    problem = Scores.random(1, 2, 300, 300)
-    name, tensors = epilogue_of_block_mask(mask, problem.q, problem.k[:, :, :1])
-    problem = Scores(problem.q, problem.k, problem.v, ScoreInputs(extra={name: tensors}))
-    made = TRANSPOSED[tiling].of(name, op="backward")
-    grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(7))
-    expected = problem.expected_gradients(made.traits, grad_out)
-    found = problem.differentiate(made, grad_out, expected.lse, -expected.dpsum)
-    assert made.epilogues.visits_lists
-    listed = (tensors[-2][0, 0, :, 1] + made.tile.tile_m - 1) // made.tile.tile_m
-    of_key_blocks = listed.repeat_interleave(LISTED_ROWS // made.tile.tile_n)[: found.visits.shape[3]]
-    assert torch.equal((found.visits > 0).sum(2), of_key_blocks.expand(1, 2, -1))
-    torch.testing.assert_close(found.p.double(), expected.p, atol=6e-8, rtol=2**-10)
-    torch.testing.assert_close(found.scores.double(), expected.scores, atol=1e-4, rtol=1e-4)
 
 
 def test_keys_beyond_the_sequence_are_masked_for_all_queries():
@@ -269,37 +198,74 @@ def test_packed_sequences(mask_mod, sizes, block_size, compiled):
     leaves = [x.requires_grad_() for x in qkv(1)]
     mask = create_block_mask(mask_mod, *sizes, 190, 256, device="cpu", BLOCK_SIZE=block_size)
     call = torch.compile(packed, backend="aot_eager", fullgraph=True) if compiled else packed
-    outs = [call(*leaves, block_mask=mask, causal=True), one_by_one(*leaves, mask_mod, causal=True)]
-    torch.testing.assert_close(*outs)
-    grads = (torch.autograd.grad(out.square().sum(), leaves) for out in outs)
-    for got, want in zip(*grads, strict=True):
-        torch.testing.assert_close(got, want)
+    same(call(*leaves, block_mask=mask, causal=True), one_by_one(*leaves, mask_mod, causal=True), leaves)
 
+
+# ---- what kernels visit ----
 
 LENGTHS_Q, LENGTHS_K = (torch.tensor(x, dtype=torch.int32) for x in ([300, 0, 130, 40], [200, 70, 300, 0]))
 
 
-def emulated(case, *, nheads_kv):
-    """Sequences of these lengths: as kernels take them, packed, and as the definition takes them, each with its own."""
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() <= 30 + 60 * b + 20 * h
 
-    def near(b, h, q_idx, kv_idx):
-        return (q_idx - kv_idx).abs() <= 30 + 60 * b + 20 * h
 
-    masks = {
-        "causal": lambda: create_block_mask(lambda b, h, i, j: i >= j, None, None, 300, 300, device="cpu"),
-        "window": lambda: create_block_mask(near, 4, 2, 300, 300, device="cpu"),
-        "small blocks": lambda: create_block_mask(near, 4, 2, 300, 384, device="cpu", BLOCK_SIZE=32),
-        "blocks": lambda: blocks_of((0, 2), (1,), ()),
-        "full blocks": lambda: full_blocks(causal_document),
-    }
-    problem = Scores.random(4, 2, 300, 300)
-    starts = tuple(torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (LENGTHS_Q, LENGTHS_K))
-    rows = (problem.q[0], problem.k[0, :, :nheads_kv])
-    packed = Packed(starts, (4, 300, 2, 300, nheads_kv))
-    name, tensors = epilogue_of_block_mask(masks[case](), *rows, packed)
-    problem = replace(problem, inputs=ScoreInputs(extra={name: tensors}))
-    lengths = (Lengths(*starts, None, None, 300, 300), Lengths(None, None, LENGTHS_Q, LENGTHS_K))
-    return name, tensors, *(replace(problem, lengths=own) for own in lengths)
+def blocks_of_heads(*masks):
+    lists = ((x.kv_num_blocks, x.kv_indices) for x in masks)
+    return BlockMask.from_kv_blocks(*(torch.cat(both, 1) for both in zip(*lists, strict=True)))
+
+
+def made(mask_mod, *sizes, lengths=(300, 300), block_size=128):
+    return create_block_mask(
+        mask_mod, *(sizes or (None, None)), *lengths, device="cpu", BLOCK_SIZE=block_size
+    )
+
+
+BLOCK_MASKS = {
+    "causal": lambda: made(lambda b, h, i, j: i >= j),
+    "document": lambda: made(causal_document),
+    "window": lambda: made(window, None, 2),
+    "small blocks": lambda: made(window, None, 2, block_size=32),
+    "window of sequences": lambda: made(near, 4, 2),
+    "small blocks of sequences": lambda: made(near, 4, 2, lengths=(300, 384), block_size=32),
+    "blocks": lambda: blocks_of((0, 2), (1,), ()),
+    "full blocks": lambda: full_blocks(causal_document),
+    # Without a function, which would hide what a head does not list.
+    "blocks of each head": lambda: blocks_of_heads(
+        blocks_of((0, 2), (1,), (2,)), blocks_of((1,), (0, 2), (0,))
+    ),
+}
+
+
+class Listed(NamedTuple):
+    """Sequences with a block mask, for the emulation and for the definition, which takes each sequence by itself."""
+
+    name: str
+    tensors: tuple
+    problem: Scores
+    defined: Scores
+    lengths: list
+
+    @classmethod
+    def of(cls, case, is_packed, nheads_kv):
+        problem = Scores.random(4 if is_packed else 1, 2, 300, 300)
+        if is_packed:
+            starts = tuple(torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (LENGTHS_Q, LENGTHS_K))
+            rows = (problem.q[0], problem.k[0, :, :nheads_kv], Packed(starts, (4, 300, 2, 300, nheads_kv)))
+            used = (Lengths(*starts, None, None, 300, 300), Lengths(None, None, LENGTHS_Q, LENGTHS_K))
+            lengths = list(zip(LENGTHS_Q.tolist(), LENGTHS_K.tolist(), strict=True))
+        else:
+            rows, used, lengths = (
+                (problem.q, problem.k[:, :, :nheads_kv]),
+                (problem.lengths,) * 2,
+                [(300, 300)],
+            )
+        name, tensors = epilogue_of_block_mask(BLOCK_MASKS[case](), *rows)
+        problem = replace(problem, inputs=ScoreInputs(extra={name: tensors}))
+        return cls(name, tensors, *(replace(problem, lengths=own) for own in used), lengths)
+
+    def features(self):
+        return self.name if len(self.lengths) == 1 else f"{self.name}-varlen"
 
 
 def visited(counts, rows_of_tile, columns_of_tile, tiles):
@@ -308,58 +274,68 @@ def visited(counts, rows_of_tile, columns_of_tile, tiles):
     return (counts[:, :, row, 1] + columns_of_tile - 1) // columns_of_tile
 
 
-@pytest.mark.parametrize(
-    ("case", "tiling"),
-    [
-        ("causal", "wgmma2-64x128-along-n"),
-        ("window", "warps4x1-128x32"),
-        ("small blocks", "warps2x2-64x64"),
-        ("blocks", "warps2x2-64x64"),
-        ("full blocks", "wgmma2-64x128-along-n"),
-    ],
-)
-def test_kernels_visit_listed_blocks_of_packed_sequences(case, tiling):
-    name, tensors, packed, each = emulated(case, nheads_kv=2)
-    made = TILINGS[tiling].of(f"{name}-varlen")
-    assert made.epilogues.visits_lists
-    found, (out, lse) = packed.emulate(made), each.expected(TILINGS[tiling].of(name).traits)
-    for b, rows in enumerate(LENGTHS_Q.tolist()):
+FORWARDS = [
+    *((False, "document", "warps4x1-128x32"), (False, "window", "warps2x2-64x64")),
+    *((False, "blocks", "wgmma2-64x128-along-n"), (False, "full blocks", "warps4x1-128x32")),
+    *((False, "small blocks", "wgmma2-64x128-along-n"), (False, "window", "wgmma1-64x80")),
+    *((True, "causal", "wgmma2-64x128-along-n"), (True, "window of sequences", "warps4x1-128x32")),
+    *((True, "small blocks of sequences", "warps2x2-64x64"), (True, "blocks", "warps2x2-64x64")),
+    (True, "full blocks", "wgmma2-64x128-along-n"),
+]
+
+
+@pytest.mark.parametrize(("is_packed", "case", "tiling"), FORWARDS)
+def test_kernels_visit_listed_blocks(is_packed, case, tiling):
+    """The blocks of one of the tilings are no parts of listed ones: it visits all."""
+    listed = Listed.of(case, is_packed, nheads_kv=2)
+    own = TILINGS[tiling].of(listed.features())
+    found, (out, lse) = (
+        listed.problem.emulate(own),
+        listed.defined.expected(TILINGS[tiling].of(listed.name).traits),
+    )
+    assert own.epilogues.visits_lists != (tiling == "wgmma1-64x80")
+    for b, (rows, keys) in enumerate(listed.lengths):
         seen = lse[b, :, :rows].isfinite()
         assert torch.equal(found.lse[b, :, :rows].isfinite(), seen)
         torch.testing.assert_close(found.lse[b, :, :rows][seen], lse[b, :, :rows][seen], atol=1e-3, rtol=1e-3)
         torch.testing.assert_close(found.out[b, :, :rows], out[b, :, :rows], atol=2e-3, rtol=1e-2)
-        tiles = -(-rows // made.tile.tile_m)
-        listed = visited(tensors[-4], made.tile.tile_m, made.tile.tile_n, tiles)[b]
-        assert torch.equal((found.visits[b, :, :tiles] > 0).sum(-1), listed)
-        assert not found.visits[b, :, :, -(-int(LENGTHS_K[b]) // made.tile.tile_n) :].any()
-        assert not found.visits[b, :, tiles:].any()
+        if own.epilogues.visits_lists:
+            tiles = -(-rows // own.tile.tile_m)
+            wanted = visited(listed.tensors[-4], own.tile.tile_m, own.tile.tile_n, tiles).expand(-1, 2, -1)
+            assert torch.equal((found.visits[b, :, :tiles] > 0).sum(-1), wanted[b])
+            assert not found.visits[b, :, :, -(-keys // own.tile.tile_n) :].any()
+            assert not found.visits[b, :, tiles:].any()
 
 
-@pytest.mark.parametrize(
-    ("case", "tiling"),
-    [
-        ("causal", "warps4x1-64x64-transposed"),
-        ("window", "wgmma2-64x128-transposed"),
-        ("full blocks", "warps4x1-64x64-transposed"),
-    ],
-)
-def test_backward_kernels_visit_listed_blocks_of_packed_sequences(case, tiling):
+BACKWARDS = [
+    *((False, "document", "warps4x1-64x64-transposed"), (False, "window", "wgmma2-64x128-transposed")),
+    (False, "full blocks", "warps4x1-64x64-transposed"),
+    (False, "blocks of each head", "wgmma2-64x128-transposed"),
+    (True, "causal", "warps4x1-64x64-transposed"),
+    (True, "window of sequences", "wgmma2-64x128-transposed"),
+    (True, "full blocks", "warps4x1-64x64-transposed"),
+]
+
+
+@pytest.mark.parametrize(("is_packed", "case", "tiling"), BACKWARDS)
+def test_backward_kernels_visit_listed_blocks(is_packed, case, tiling):
     """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
-    name, tensors, packed, each = emulated(case, nheads_kv=1)
-    made = TRANSPOSED[tiling].of(f"{name}-varlen", op="backward")
-    assert made.epilogues.visits_lists
-    grad_out = torch.randn(packed.q.shape, generator=torch.Generator().manual_seed(7))
-    expected = each.expected_gradients(TRANSPOSED[tiling].of(name, op="backward").traits, grad_out)
-    found = packed.differentiate(made, grad_out, expected.lse, -expected.dpsum)
-    for b, (rows, keys) in enumerate(zip(LENGTHS_Q.tolist(), LENGTHS_K.tolist(), strict=True)):
-        tiles = -(-keys // made.tile.tile_n)
-        listed = visited(tensors[-2], made.tile.tile_n, made.tile.tile_m, tiles)[b]
-        assert torch.equal((found.visits[b] > 0).sum(1)[:, :tiles], listed)
-        assert not found.visits[b, :, -(-rows // made.tile.tile_m) :].any()
-        for got, want in ((found.p, expected.p), (found.scores, expected.scores)):
-            torch.testing.assert_close(
-                got[b, :, :rows, :keys].double(), want[b, :, :rows, :keys], atol=1e-4, rtol=2**-10
-            )
+    listed = Listed.of(case, is_packed, nheads_kv=1)
+    own = TRANSPOSED[tiling].of(listed.features(), op="backward")
+    assert own.epilogues.visits_lists
+    grad_out = torch.randn(listed.problem.q.shape, generator=torch.Generator().manual_seed(7))
+    traits = TRANSPOSED[tiling].of(listed.name, op="backward").traits
+    expected = listed.defined.expected_gradients(traits, grad_out)
+    found = listed.problem.differentiate(own, grad_out, expected.lse, -expected.dpsum)
+    for b, (rows, keys) in enumerate(listed.lengths):
+        tiles = -(-keys // own.tile.tile_n)
+        wanted = visited(listed.tensors[-2], own.tile.tile_n, own.tile.tile_m, tiles).expand(-1, 2, -1)
+        assert torch.equal((found.visits[b] > 0).sum(1)[:, :tiles], wanted[b])
+        assert not found.visits[b, :, -(-rows // own.tile.tile_m) :].any()
+        own_rows = (b, slice(None), slice(rows), slice(keys))
+        for name, limits in (("p", {"atol": 6e-8, "rtol": 2**-10}), ("scores", {"atol": 1e-4, "rtol": 1e-4})):
+            got, want = getattr(found, name)[own_rows].double(), getattr(expected, name)[own_rows]
+            torch.testing.assert_close(got, want, **limits)
 
 
 def test_lists_of_packed_sequences_are_kept_while_these_start_there():
@@ -401,29 +377,7 @@ def test_the_gradient_of_packed_sequences_as_a_call():
     found = attention_varlen_backward(
         torch.ones_like(out), *given, STARTS_Q, STARTS_K, *LONGEST, block_mask=mask
     )
-    for got, want in zip(found, expected, strict=True):
-        torch.testing.assert_close(got[None], want)
-
-
-@refusals.each("""
-packed(*qkv(1), block_mask=of(2, 4, 170, 200)) -> ValueError: block_mask has batch 2; accepted: 3, q's, or 1
-packed(*qkv(1), block_mask=of(3, 2, 170, 200)) -> ValueError: block_mask has heads 2; accepted: 4, q's, or 1
-packed(*qkv(1), block_mask=of(3, 4, 130, 200)) -> ValueError: block_mask has 130 queries; accepted: 170 or more
-packed(*qkv(1), block_mask=of(3, 4, 170, 190)) -> ValueError: block_mask has 190 keys; accepted: 200 or more
-packed(*qkv(1), block_mask=of_each) -> TypeError: block_mask is ...; accepted: torch's BlockMask, or None
-packed([[1]], *qkv(1)[1:], block_mask=of(3, 4, 170, 200)) -> TypeError: q is a list; accepted: a torch.Tensor
-from_starts(STARTS_Q, STARTS_K[:3]) -> ValueError: cu_seqlens_k has shape (3,); accepted: (4,)
-from_starts(STARTS_Q, STARTS_K.to("meta")) -> ValueError: cu_seqlens_k is on meta; accepted: cpu, where q is
-from_starts(STARTS_Q.long(), STARTS_K) -> TypeError: cu_seqlens_q has dtype torch.int64; accepted: torch.int32
-""")
-def test_masks_that_packed_sequences_refuse(call, sentence):
-    def of(*sizes):
-        return create_block_mask(of_each, *sizes, device="cpu")
-
-    def from_starts(*starts):
-        return attention_varlen(*(x[0] for x in qkv(1)), *starts, *LONGEST, block_mask=of(3, 4, 170, 200))
-
-    refusals.check(call, sentence, {**globals(), "of": of, "from_starts": from_starts})
+    torch.testing.assert_close([x[None] for x in found], expected)
 
 
 def test_lists_of_fake_tensors_are_not_kept():
@@ -447,9 +401,27 @@ def of_sizes(**sizes):
     return dict(zip("qkv", qkv(**sizes), strict=True))
 
 
+def of(*sizes):
+    return create_block_mask(of_each, *sizes, device="cpu")
+
+
+def from_starts(*starts):
+    return attention_varlen(*(x[0] for x in qkv(1)), *starts, *LONGEST, block_mask=of(3, 4, 170, 200))
+
+
 WRONG = """
+packed(*qkv(1), block_mask=of(2, 4, 170, 200)) -> ValueError: block_mask has batch 2; accepted: 3, q's, or 1
+packed(*qkv(1), block_mask=of(3, 2, 170, 200)) -> ValueError: block_mask has heads 2; accepted: 4, q's, or 1
+packed(*qkv(1), block_mask=of(3, 4, 130, 200)) -> ValueError: block_mask has 130 queries; accepted: 170 or more
+packed(*qkv(1), block_mask=of(3, 4, 170, 190)) -> ValueError: block_mask has 190 keys; accepted: 200 or more
+packed(*qkv(1), block_mask=of_each) -> TypeError: block_mask is ...; accepted: torch's BlockMask, or None
+packed([[1]], *qkv(1)[1:], block_mask=of(3, 4, 170, 200)) -> TypeError: q is a list; accepted: a torch.Tensor
+from_starts(STARTS_Q, STARTS_K[:3]) -> ValueError: cu_seqlens_k has shape (3,); accepted: (4,)
+from_starts(STARTS_Q, STARTS_K.to("meta")) -> ValueError: cu_seqlens_k is on meta; accepted: cpu, where q is
+from_starts(STARTS_Q.long(), STARTS_K) -> TypeError: cu_seqlens_q has dtype torch.int64; accepted: torch.int32
 told(block_mask=torch.ones(3, 3)) -> TypeError: block_mask is a Tensor; accepted: torch's BlockMask
 told(seqused_k=torch.tensor([3, 3], dtype=torch.int32)) -> ValueError: block_mask is given with seqused_k
+told(block_mask=of(3, 4, 300, 300)) -> ValueError: block_mask has batch 3; accepted: 2, q's, or 1
 told(of_sizes(nheads=6)) -> ValueError: block_mask has heads 4; accepted: 6, q's, or 1
 told(of_sizes(nheads_kv=3)) -> ValueError: q has 4 heads; accepted: a multiple of k's 3
 told(of_sizes(nheads_kv=0)) -> ValueError: q has 4 heads; accepted: a multiple of k's 0

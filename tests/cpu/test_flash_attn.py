@@ -12,6 +12,7 @@ from cute_attn import attention, attention_varlen
 from cute_attn.flash_attn import bert_padding, rotary
 from cute_attn.flash_attn import flash_attn_interface as fa
 from tests import calls, refusals, tensors
+from tests.compared import same
 from tests.tensors import int32
 
 F64 = torch.float64
@@ -28,7 +29,7 @@ K, V = KV.unbind(2)
 QKV, COS = randn(2, 5, 3, 4, 16), randn(9, 8)
 ROWS, ROWS_KV, ROWS_QKV = randn(16, 4, 16), randn(20, 2, 2, 16, seed=1), randn(16, 3, 4, 16)
 CACHE, NEW = randn(2, 6, 8, 2, 16).unbind(), randn(2, 2, 5, 2, 16).unbind()
-PAGES = int32(5, 0, 2, 1).view(2, 2)
+PAGES, PAGED = int32(5, 0, 2, 1).view(2, 2), (int32(0, 7, 16), int32(0, 9, 20), 9, 11)
 HEADS, EACH = randn(4).abs().float(), randn(2, 4).abs().float()
 MEANINGS = """
 flash_attn_func(Q, K, V) == attention(Q, K, V)
@@ -36,6 +37,8 @@ flash_attn_func(Q, K, V, 0.0, 0.5) == attention(Q, K, V, softmax_scale=0.5)
 flash_attn_func(Q, K, V, causal=True) == attention(Q, K, V, causal=True)
 flash_attn_func(Q, K, V, causal=1, deterministic=2) == attention(Q, K, V, causal=True, deterministic=True)
 flash_attn_func(Q, K, V, causal=None, deterministic=None) == attention(Q, K, V)
+flash_attn_func(Q, K, V, causal=np.True_, return_attn_probs=np.True_) == attention(Q, K, V, causal=True)
+flash_attn_func(Q, K, V, causal=torch.tensor(True), return_attn_probs=2.0) == attention(Q, K, V, causal=True)
 flash_attn_func(Q, K, V, window_size=(2, 1)) == attention(Q, K, V, window=(2, 1))
 flash_attn_func(Q, K, V, window_size=[2, -1]) == attention(Q, K, V, window=(2, None))
 flash_attn_func(Q, K, V, window_size=(-5, 0)) == attention(Q, K, V, window=(None, 0))
@@ -62,7 +65,11 @@ flash_attn_varlen_kvpacked_func(ROWS, ROWS_KV, *PACKED, softcap=0.7)
     == attention_varlen(ROWS, *ROWS_KV.unbind(1), *PACKED, softcap=0.7)
 flash_attn_varlen_qkvpacked_func(ROWS_QKV, CU_Q, 7, alibi_slopes=HEADS)
     == attention_varlen(*ROWS_QKV.unbind(1), CU_Q, CU_Q, 7, 7, alibi_slopes=HEADS)
+flash_attn_varlen_func(ROWS, *CACHE, *PAGED, causal=True, block_table=PAGES)
+    == attention_with_kvcache(ROWS, *CACHE, cache_seqlens=int32(9, 11), page_table=PAGES, cu_seqlens_q=PAGED[0], \
+max_seqlen_q=9, causal=True, window=(None, 0))
 flash_attn_with_kvcache(Q, K, V) == attention_with_kvcache(Q, K, V)
+flash_attn_with_kvcache(Q[..., :11], K[..., :11], V) == attention_with_kvcache(Q[..., :11], K[..., :11], V)
 flash_attn_with_kvcache(Q, K, V, cache_seqlens=7, softmax_scale=0.5, causal=True)
     == attention_with_kvcache(Q, K, V, cache_seqlens=7, softmax_scale=0.5, causal=True)
 flash_attn_with_kvcache(Q, *CACHE, *NEW, cache_seqlens=int32(1, 2), cache_batch_idx=int32(3, 1), num_splits=3)
@@ -83,93 +90,61 @@ def test_meanings(theirs, ours):
     calls.check(theirs, ours, globals() | vars(fa))
 
 
-# ---- the six functions under one name ----
+# ---- results ----
+
+FUNCTIONS = [(varlen, packed) for varlen in (False, True) for packed in ("", "kv", "qkv")]
 
 
 def leaves(varlen, packed, dim=16):
     """Inputs that require gradients, as the function takes them."""
-    rows = (lambda n: (CU_Q[-1] if n == 7 else CU_K[-1],)) if varlen else (lambda n: (BATCH, n))
-    q = randn(*rows(7), 4, dim, seed=1).requires_grad_()
+    rows, rows_kv = ((16,), (20,)) if varlen else ((BATCH, 7), (BATCH, 9))
+    q = randn(*rows, 4, dim, seed=1).requires_grad_()
     if packed == "qkv":
-        return (randn(*rows(7), 3, 4, dim, seed=2).requires_grad_(),)
+        return (randn(*rows, 3, 4, dim, seed=2).requires_grad_(),)
     if packed == "kv":
-        return q, randn(*rows(9), 2, 2, dim, seed=3).requires_grad_()
-    return q, *(randn(*rows(9), 2, dim, seed=s).requires_grad_() for s in (4, 5))
+        return q, randn(*rows_kv, 2, 2, dim, seed=3).requires_grad_()
+    return q, *(randn(*rows_kv, 2, dim, seed=s).requires_grad_() for s in (4, 5))
 
 
-def separate(tensors, packed):
-    """q, k and v of such inputs."""
-    if packed == "qkv":
-        return tensors[0].unbind(-3)
-    return (tensors[0], *tensors[1].unbind(-3)) if packed == "kv" else tensors
-
-
-def call(tensors, varlen, packed, **options):
-    name = f"flash_attn_{'varlen_' * varlen}{f'{packed}packed_' if packed else ''}func"
-    lengths = ()
-    if varlen:
-        lengths = (CU_Q, 7) if packed == "qkv" else (CU_Q, CU_K, 7, 7)
-    return getattr(package, name)(*tensors, *lengths, **options)
-
-
-def expected(tensors, varlen, packed, **options):
-    """By our own functions, with an LSE of plus infinity for rows without keys."""
-    q, k, v = separate(tensors, packed)
+def both(varlen, packed):
+    """The function of FlashAttention, and ours, of such inputs."""
+    theirs = getattr(package, f"flash_attn_{'varlen_' * varlen}{f'{packed}packed_' if packed else ''}func")
     lengths = (CU_Q, CU_Q if packed == "qkv" else CU_K, 7, 7) if varlen else ()
-    found = (attention_varlen if varlen else attention)(q, k, v, *lengths, return_lse=True, **options)
-    return found[0], found[1].masked_fill(found[1] == -math.inf, math.inf), *found[2:]
+
+    def ours(*tensors, **options):
+        q, k, v = (*tensors[:-1], *tensors[-1].unbind(-3)) if packed else tensors
+        return (attention_varlen if varlen else attention)(q, k, v, *lengths, **options)
+
+    own = lengths[::2] if packed == "qkv" else lengths
+    return lambda *tensors, **options: theirs(*tensors, *own, **options), ours
 
 
-def compare(actual, wanted, tensors, outputs=2):
-    """Outputs and gradients of a sum over them; of rows without keys lse is +inf and has no gradient."""
-    grads = []
-    for results in (actual[:outputs], wanted[:outputs]):
-        finite = [x.masked_fill(x == math.inf, 0.0) for x in results]
-        loss = sum((x * randn(*x.shape, seed=9 + i)).sum() for i, x in enumerate(finite))
-        grads.append(torch.autograd.grad(loss, tensors))
-    for a, b in zip((*actual[:outputs], *grads[0]), (*wanted[:outputs], *grads[1]), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-FUNCTIONS = [(varlen, packed) for varlen in (False, True) for packed in ("", "kv", "qkv")]
-SLOPES = randn(4, seed=6).abs()
-GIVEN = {"softmax_scale": 0.5, "window_size": (-5, 1), "softcap": 0.7, "alibi_slopes": SLOPES}
-MEANT = {"softmax_scale": 0.5, "window": (None, 1), "softcap": 0.7, "alibi_slopes": SLOPES}
-
-
-@pytest.mark.parametrize("dim", [16, 59])
+@pytest.mark.parametrize(("dim", "dropout_p"), [(16, 0.4), (59, 0.0)])
 @pytest.mark.parametrize(("varlen", "packed"), FUNCTIONS)
-def test_values_and_gradients(varlen, packed, dim):
-    tensors = leaves(varlen, packed, dim)
-    out, lse, s_dmask = call(tensors, varlen, packed, return_attn_probs=True, **GIVEN)
-    compare((out, lse), expected(tensors, varlen, packed, **MEANT), tensors)
-    assert s_dmask.shape == (0,) and s_dmask.dtype == out.dtype and out.shape[-1] == dim
-    alone = call(tensors, varlen, packed, **GIVEN)
-    assert isinstance(alone, torch.Tensor) and torch.equal(alone, out)
-
-
-@pytest.mark.parametrize(("varlen", "packed"), FUNCTIONS)
-def test_dropout_comes_from_the_generator(varlen, packed):
-    tensors = leaves(varlen, packed)
+def test_results_and_gradients(varlen, packed, dim, dropout_p):
+    given, (theirs, ours) = leaves(varlen, packed, dim), both(varlen, packed)
+    options = {"softmax_scale": 0.5, "dropout_p": dropout_p}
     torch.manual_seed(3)
-    found = call(tensors, varlen, packed, dropout_p=0.4, causal=True, return_attn_probs=True)
+    *found, s_dmask = theirs(*given, **options, window_size=(-5, 1), return_attn_probs=True)
     torch.manual_seed(3)
-    wanted = expected(tensors, varlen, packed, dropout_p=0.4, causal=True, return_softmax=True)
-    compare(found, wanted, tensors)
-    assert torch.equal(found[2], wanted[2]) and found[2].signbit().any()
-    assert not torch.equal(call(tensors, varlen, packed, dropout_p=0.4, causal=True), found[0])
+    *wanted, softmax = ours(*given, **options, window=(None, 1), return_lse=True, return_softmax=True)
+    same(found, wanted, given)
+    if dropout_p:
+        assert torch.equal(s_dmask, softmax) and s_dmask.signbit().any()
+    else:
+        assert s_dmask.shape == (0,) and s_dmask.dtype == F64
+        alone = theirs(*given, **options, window_size=(-5, 1))
+        assert isinstance(alone, torch.Tensor) and torch.equal(alone, found[0])
 
 
 @pytest.mark.parametrize("packed", ["kv", "qkv"])
 def test_tangents_of_packed_tensors_that_learn(packed):
     """As in a model in training."""
     given = leaves(False, packed)
-    dots = [randn(*x.shape, seed=5).to(x.dtype) for x in given]
+    dots = [randn(*x.shape, seed=5) for x in given]
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(*pair) for pair in zip(given, dots, strict=True)]
-        found = forward_ad.unpack_dual(call(duals, False, packed)).tangent
-        wanted = forward_ad.unpack_dual(expected(duals, False, packed)[0]).tangent
-    torch.testing.assert_close(found, wanted)
+        same(*(forward_ad.unpack_dual(function(*duals)).tangent for function in both(False, packed)))
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -194,10 +169,12 @@ def test_a_query_without_keys_has_zeros_and_an_lse_of_plus_infinity():
     out, lse, _ = package.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     assert (lse[:, :, :3] == math.inf).all() and lse[:, :, 3:].isfinite().all()
     assert not out[:, :3].any()
+    out, lse = package.flash_attn_with_kvcache(q, k, v, cache_seqlens=0, return_softmax_lse=True)
+    assert not out.any() and (lse == math.inf).all()
 
 
 def test_no_gradient_flows_to_slopes():
-    slopes = SLOPES.clone().requires_grad_()
+    slopes = HEADS.clone().requires_grad_()
     tensors = leaves(False, "")
     package.flash_attn_func(*tensors, alibi_slopes=slopes).sum().backward()
     assert slopes.grad is None and tensors[0].grad is not None
@@ -214,62 +191,39 @@ def test_strides_that_kernels_do_not_read_are_copied():
         )
 
 
-def test_compiles_into_one_graph():
-    torch.compiler.reset()
-    tensors = leaves(False, "", dim=12)
-
-    def f(q, k, v):
-        return package.flash_attn_func(q, k, v, causal=True, window_size=(3, 3), return_attn_probs=True)[:2]
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    compare(compiled(*tensors), f(*tensors), tensors)
-
-
 # ---- a cache of keys and values ----
 
 
-def test_a_cache_without_keys():
+def test_a_cache_is_read_with_any_strides_of_q():
     q, cache = randn(1, 2, 2, 8), randn(1, 4, 2, 8)
-    out, lse = package.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=0, return_softmax_lse=True)
-    assert not out.any() and (lse == math.inf).all()
     full = package.flash_attn_with_kvcache(q.transpose(2, 3).contiguous().transpose(2, 3), cache, cache)
     torch.testing.assert_close(full, attention(q, cache, cache))
 
 
-@pytest.mark.parametrize("dim", [16, 11])
-def test_varlen_with_pages(dim):
-    q, *pages, table = randn(16, 4, dim), *randn(2, 9, 3, 2, dim).unbind(), int32(*range(9)).reshape(3, 3)
-    options = {"causal": True, "block_table": table}
-    found = package.flash_attn_varlen_func(q, *pages, CU_Q, CU_K, 7, 7, **options, return_attn_probs=True)
-    k, v = (
-        torch.cat([x[table[b].long()].flatten(0, 1)[:n] for b, n in enumerate(CU_K.diff())]) for x in pages
-    )
-    for a, b in zip(found, expected((q, k, v), True, "", causal=True), strict=False):
-        torch.testing.assert_close(a, b)
-    assert found[2].numel() == 0
-    recorded = package.flash_attn_varlen_func(q.clone().requires_grad_(), *pages, CU_Q, CU_K, 7, 7, **options)
-    assert torch.equal(recorded, found[0])
+def test_varlen_with_pages():
+    """Calls that autograd records have no backward."""
+    q, options = ROWS.clone().requires_grad_(), {"causal": True, "block_table": PAGES}
+    out, lse, s_dmask = package.flash_attn_varlen_func(q, *CACHE, *PAGED, **options, return_attn_probs=True)
+    assert lse.shape == (4, 16) and s_dmask.shape == (0,)
+    assert torch.equal(out, package.flash_attn_varlen_func(ROWS, *CACHE, *PAGED, **options))
     with pytest.raises(NotImplementedError, match="a gradient of attention with a block_table is asked for"):
-        recorded.sum().backward()
+        out.sum().backward()
 
 
 # ---- wrong calls ----
 
 WRONG = """
 flash_attn_func([1.0], Q, Q) -> TypeError: q is a list; accepted: a torch.Tensor
-flash_attn_func(Q[0], Q, Q) -> ValueError: q has shape (5, 4, 16); accepted: (batch
 flash_attn_qkvpacked_func(Q) -> ValueError: qkv has shape ...; accepted: (batch, seqlen, 3,
 flash_attn_kvpacked_func(Q, QKV) -> ValueError: kv has shape ...; accepted: (batch, seqlen, 2,
 flash_attn_varlen_qkvpacked_func(QKV, CU_Q, 7) -> ValueError: accepted: (total, 3, nheads,
 flash_attn_kvpacked_func(Q, None) -> TypeError: kv is a NoneType
 flash_attn_func(Q, Q, Q, window_size=3) -> ValueError: window_size is 3; accepted: (left
 flash_attn_func(Q, Q, Q, window_size=(0.5, 1)) -> ValueError: window_size is (0.5, 1)
-flash_attn_func(Q, Q, Q, 1.0) -> ValueError: dropout_p is 1.0; accepted: 0 <=
 flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 5, dropout_p=0.5, block_table=int32(0)[None])
     -> ValueError: dropout_p is 0.5 with a block_table; accepted: 0
 flash_attn_varlen_func(Q[0], Q, Q, CU_Q, CU_Q, 5, 99, block_table=int32(0)[None])
     -> ValueError: max_seqlen_k is 99; accepted: 0 to
-flash_attn_with_kvcache(Q, Q, Q[..., :1, :]) -> ValueError: v_cache has shape
 unpad_input(Q, torch.ones(2, 6)) -> ValueError: attention_mask has shape (2, 6); accepted: (2, 5)
 unpad_input(Q, [1, 1]) -> TypeError: attention_mask is a list; accepted: a torch.Tensor
 pad_input(Q[0], torch.arange(5), 1, "a") -> TypeError: seqlen is 'a'; accepted: a Python int, or what is equal to one

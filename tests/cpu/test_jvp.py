@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
 from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flex, merge_attention
-from cute_attn.compiler import registry
 from cute_attn.compiler.arguments import fakes
+from cute_attn.compiler.registry import lookup
 from cute_attn.host.call import ATTENTION, Call
 from cute_attn.host.jvp import with_tangents
 from cute_attn.kernels.jvp_sm80 import JvpSm80
@@ -20,7 +20,7 @@ from cute_attn.kernels.jvp_sm90 import JvpSm90
 from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreInputs
 from cute_attn.reference import attention as definition
 from cute_attn.reference.tilings import TINY, Scores
-from tests import emulated_kvcache, machine
+from tests import emulated_kvcache, machine, refusals
 from tests import tensors as drawn
 from tests.tensors import int32
 
@@ -176,23 +176,14 @@ def test_rows_without_keys_have_no_tangent():
     assert dot.isfinite().all() and lse_dot.isfinite().all()
 
 
-def test_of_other_transforms():
+def test_of_vmap():
     given, dots = tensors(), tensors(seed=10)
-
-    def loss(q):
-        return attention(q, given["k"], given["v"]).square().sum()
 
     many, dot = torch.stack((given["q"], dots["q"])), randn(2, *SHAPES["q"], seed=30)
     call = lambda q: attention(q, given["k"], given["v"], causal=True)  # noqa: E731
     found = jvp(vmap(call), (many,), (dot,))
     each = lambda x: torch.stack([dense(y, given["k"], given["v"], mask=causal)[0] for y in x])  # noqa: E731
     same(found, jvp(each, (many,), (dot,)))
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        jvp(grad(loss), (given["q"],), (dots["q"],))
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        grad(lambda q: jvp(loss, (q,), (dots["q"],))[1])(given["q"])
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        jvp(lambda q: jvp(loss, (q,), (dots["q"],))[1], (given["q"],), (dots["q"],))
 
 
 @pytest.mark.parametrize("functional", [True, False])
@@ -216,40 +207,49 @@ def test_gradients_of_what_has_a_tangent(functional):
     same(tuple(found), expected)
 
 
-@pytest.mark.parametrize("inside", ["jvp", "dual level", ""])
-def test_in_compiled_code(inside):
-    """jvp or a dual level inside a graph, and a compiled function of dual tensors."""
+def test_a_compiled_function_of_dual_tensors():
     given, dots = (tuple(x.values()) for x in (tensors(), tensors(seed=10)))
-
-    def call(*given):
-        return attention(*given, causal=True)
-
-    expected = jvp(call, given, dots)
-
-    def dual(x, y):
-        with forward_ad.dual_level():
-            return tuple(forward_ad.unpack_dual(call(*map(forward_ad.make_dual, x, y))))
-
-    if inside:
-        run = dual if inside == "dual level" else functools.partial(jvp, call)
-        same(torch.compile(run, fullgraph=True, backend="aot_eager")(given, dots), expected)
-        return
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(*pair) for pair in zip(given, dots, strict=True)]
-        found = forward_ad.unpack_dual(torch.compile(call, backend="aot_eager")(*duals))
-    same(tuple(found), expected)
+        found = forward_ad.unpack_dual(torch.compile(attention, backend="aot_eager")(*duals))
+    same(tuple(found), jvp(attention, given, dots))
 
 
-def test_wrong_calls():
-    given, dots = tensors(), tensors(seed=10)
-    with pytest.raises(NotImplementedError, match="return_softmax is True in a forward-mode derivative"):
-        jvp(lambda x: attention(**x, return_softmax=True), (given,), (dots,))
-    slopes = torch.ones(4, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="alibi_slopes has a tangent"):
-        jvp(lambda x: attention(**given, alibi_slopes=x), (slopes,), (slopes,))
-    out = torch.empty(2, 5, 4, 4, dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match="out is given in a forward-mode derivative"):
-        jvp(lambda x: attention(**x, out=out), (given,), (dots,))
+def of_q(**options):
+    """The tangent of a call for one of q."""
+    return jvp(lambda q: attention(q, X["k"], X["v"], **options), (X["q"],), (X["q"],))[1]
+
+
+def loss(q):
+    return attention(q, X["k"], X["v"]).square().sum()
+
+
+def tangent_of(call, *shape):
+    x = torch.ones(shape, dtype=torch.float64)
+    return jvp(call, (x,), (x,))
+
+
+X, CACHE, OUT = tensors(), torch.ones(1, 8, 2, 16).double(), torch.empty(2, 5, 4, 4, dtype=torch.float64)
+WRONG = """
+of_q(return_softmax=True) -> NotImplementedError: return_softmax is True in a forward-mode derivative
+of_q(out=OUT) -> NotImplementedError: out is given in a forward-mode derivative
+tangent_of(lambda x: attention(**X, alibi_slopes=x), 4) -> NotImplementedError: alibi_slopes has a tangent
+tangent_of(grad(loss), *X["q"].shape) -> NotImplementedError: second derivative
+grad(lambda q: jvp(loss, (q,), (q,))[1])(X["q"]) -> NotImplementedError: second derivative
+tangent_of(lambda q: jvp(loss, (q,), (q,))[1], *X["q"].shape) -> NotImplementedError: second derivative
+tangent_of(lambda x: attention_with_kvcache(x, CACHE, CACHE), 1, 2, 2, 16)
+    -> NotImplementedError: a tensor has a tangent, which attention_with_kvcache does not follow
+tangent_of(lambda x: append_kv(CACHE, CACHE.clone(), x, x, cache_seqlens=int32(0)), 1, 2, 2, 16)
+    -> NotImplementedError: a tensor has a tangent, which append_kv does not follow
+tangent_of(lambda x: merge_attention(x, torch.ones(2, 1, 2, 3)), 2, 1, 3, 2, 16)
+    -> NotImplementedError: a tensor has a tangent, which merge_attention does not follow
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_calls(call, sentence):
+    functions = (append_kv, attention_with_kvcache, merge_attention)
+    refusals.check(call, sentence, globals() | {function.__name__: function for function in functions})
 
 
 def test_the_operator_under_fake_tensors():
@@ -327,18 +327,8 @@ def test_what_the_keys_of_a_row_have_in_common_costs_no_digits():
 
 
 def test_what_the_kernel_serves():
-    assert isinstance(registry.lookup("jvp-sm80-bf16-d256x128-window-softcap", None, "sm90"), JvpSm80)
-    assert isinstance(registry.lookup("jvp-sm90-fp16-d40x128-varlen"), JvpSm90)
-    for name, reason in (
-        ("jvp-sm80-fp32-d64", "dtype is fp32; accepted: fp16, bf16"),
-        ("jvp-sm80-bf16-d256", "head_dim_v is 256; accepted: up to 128"),
-        ("jvp-sm90-fp32-d64", "dtype is fp32; accepted: fp16, bf16"),
-        ("jvp-sm90-bf16-d192x128", "head_dim is 192; accepted: multiples of 8 up to 128"),
-    ):
-        with pytest.raises(registry.Unsupported, match=reason):
-            registry.lookup(name)
-    with pytest.raises(registry.Unsupported, match="accepted with tangents: tile_m=64"):
-        registry.lookup("jvp-sm80-bf16-d64", "pack_heads=2")
+    assert isinstance(lookup("jvp-sm80-bf16-d256x128-window-softcap", None, "sm90"), JvpSm80)
+    assert isinstance(lookup("jvp-sm90-fp16-d40x128-varlen"), JvpSm90)
 
 
 # ---- the host ----
@@ -417,29 +407,26 @@ def test_the_host(name, launched):
     assert len(launched) == 3 * launches
 
 
-def test_what_the_host_refuses(launched):
-    q = randn(1, 4, 2, 16).bfloat16()
-    call = Call(q, q, q, max_seqlen_q=4, max_seqlen_k=4)
-    bias = torch.zeros(1, 2, 4, 4).bfloat16()
-    tiled, wide = call._replace(tile="tile_n=16"), call._replace(**dict.fromkeys("qkv", q.float()))
-    for own, tangents, error, message in (
-        (call._replace(bias=bias), {3: bias}, NotImplementedError, "bias has a tangent; acc"),
-        (tiled, {0: q}, NotImplementedError, "kernel or tile is given"),
-        (call, {0: q.float()}, ValueError, r"the tangent of q is \(1, 4, 2, 16\), torch.float32"),
-        (call, {1: q[:, :2]}, ValueError, r"the tangent of k is \(1, 2, 2, 16\)"),
-        (wide, {}, NotImplementedError, "q is fp32 in"),
-    ):
-        with pytest.raises(error, match=message):
-            with_tangents(own, [tangents.get(place) for place in range(5)])
+HALF, BIAS = randn(1, 4, 2, 16).bfloat16(), torch.zeros(1, 2, 4, 4).bfloat16()
+REFUSED = """
+told({3: BIAS}, bias=BIAS) -> NotImplementedError: bias has a tangent; acc
+told({0: HALF}, tile="tile_n=16") -> NotImplementedError: kernel or tile is given
+told({0: HALF.float()}) -> ValueError: the tangent of q is (1, 4, 2, 16), torch.float32
+told({1: HALF[:, :2]}) -> ValueError: the tangent of k is (1, 2, 2, 16)
+told({}, **dict.fromkeys("qkv", HALF.float())) -> NotImplementedError: q is fp32 in
+lookup("jvp-sm80-fp32-d64") -> Unsupported: dtype is fp32; accepted: fp16, bf16
+lookup("jvp-sm80-bf16-d256") -> Unsupported: head_dim_v is 256; accepted: up to 128
+lookup("jvp-sm90-fp32-d64") -> Unsupported: dtype is fp32; accepted: fp16, bf16
+lookup("jvp-sm90-bf16-d192x128") -> Unsupported: head_dim is 192; accepted: multiples of 8 up to 128
+lookup("jvp-sm80-bf16-d64", "pack_heads=2") -> Unsupported: accepted with tangents: tile_m=64
+"""
 
 
-def test_functions_without_derivatives_refuse_tangents():
-    q, cache = torch.randn(1, 2, 2, 16), torch.randn(1, 8, 2, 16)
-    for call, x, name in (
-        (lambda x: attention_with_kvcache(x, cache, cache), q, "attention_with_kvcache"),
-        (lambda x: append_kv(cache, cache, x, x, cache_seqlens=int32(0)), q, "append_kv"),
-        (lambda x: merge_attention(x, torch.randn(2, 1, 2, 3))[0], torch.randn(2, 1, 3, 2, 16), "merge_attention"),
-    ):  # fmt: skip
-        message = f"a tensor has a tangent, which {name} does not follow"
-        with pytest.raises(NotImplementedError, match=message):
-            jvp(call, (x,), (x,))
+def told(tangents, **changes):
+    call = Call(HALF, HALF, HALF, max_seqlen_q=4, max_seqlen_k=4)._replace(**changes)
+    with_tangents(call, [tangents.get(place) for place in range(5)])
+
+
+@refusals.each(REFUSED)
+def test_what_kernels_and_the_host_refuse(call, sentence, launched):
+    refusals.check(call, sentence, globals())

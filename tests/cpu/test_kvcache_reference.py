@@ -15,8 +15,7 @@ def check(problem: Problem):
     """The cache, out and lse are those of the loops."""
     expected_cache = problem.appended()
     out, lse = problem.run()
-    for found, expected in zip((problem.k, problem.v), expected_cache, strict=True):
-        torch.testing.assert_close(found, expected, equal_nan=True)
+    torch.testing.assert_close((problem.k, problem.v), expected_cache, equal_nan=True)
     outs, lses = problem.expected()
     for b, (own_out, own_lse) in enumerate(zip(outs, lses, strict=True)):
         torch.testing.assert_close(problem.rows_of(out, b, problem.cu_q), own_out)
@@ -80,16 +79,14 @@ def test_merging_parts_gives_the_whole(bounds):
     for empty in (-math.inf, math.inf):
         outs[lses.transpose(-1, -2) == -math.inf] = math.nan
         lses[lses == -math.inf] = empty
-        for found, whole in zip(ref.merge(outs, lses), expected, strict=False):
-            torch.testing.assert_close(found, whole)
+        torch.testing.assert_close(ref.merge(outs, lses), expected[:2])
 
 
 def test_merging_packed_parts_gives_the_whole():
     q, k, v = (torch.randn(1, n, 3, 8, dtype=torch.float64) for n in (5, 20, 20))
     outs, lses = partial_results(q, k, v, (0, 6, 20))
     expected = reference.attention(q, k, v, 0.4)
-    for found, whole in zip(ref.merge(outs[:, 0], lses[:, 0]), expected, strict=False):
-        torch.testing.assert_close(found, whole[0])
+    torch.testing.assert_close(ref.merge(outs[:, 0], lses[:, 0]), tuple(x[0] for x in expected[:2]))
 
 
 def test_merging_nothing_gives_nothing():

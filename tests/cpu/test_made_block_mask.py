@@ -9,13 +9,13 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_attn import Traits, attention, block_mask, lookup
 from cute_attn.api import in_graphs
-from cute_attn.compiler.registry import Unsupported
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.host import block_masks, mask_kinds
 from cute_attn.host.block_masks import block_lists, epilogue_of_block_mask, kinds_of
 from cute_attn.host.mask_kinds import lists_of
 from cute_attn.traits import FULL, LISTED_ROWS, PARTIAL
 from tests import machine, refusals
+from tests.compared import same
 from tests.emulated_blocks import ByBounds, emulated_kinds, emulated_lists, emulated_visits
 
 CPU = torch.device("cpu")
@@ -35,78 +35,12 @@ PLACE = torch.rand(400, 2, generator=generator)
 PLACE[100] = float("nan")
 SPAN = torch.tensor(0.2)
 ELSEWHERE = torch.ones(3, device="meta")
-
-
-def causal(b, h, q, k):
-    return q >= k
-
-
-def window(b, h, q, k):
-    return (q - k <= 50) & (k - q < 20)
-
-
-def documents(b, h, q, k):
-    return (q >= k) & (DOCUMENT[q] == DOCUMENT[k])
-
-
-def shuffled(b, h, q, k):
-    return SHUFFLED[b, q] == SHUFFLED[b, k]
-
-
-def neighbourhood(b, h, q, k):
-    return ((q // 20 - k // 20).abs() <= 3) & ((q % 20 - k % 20).abs() <= 3)
-
-
-def prefix(b, h, q, k):
-    return (k < PREFIX[b]) | (q >= k)
-
-
-def dilated(b, h, q, k):
-    return ((q - k).abs() < 90) & ((q - k) % 16 == 0)
-
-
-def of_heads(b, h, q, k):
-    return torch.where(h == 0, q >= k, (q - k).abs() <= 32 * h)
-
-
-def of_a_table(b, h, q, k):
-    return BLOCKS[h, q // 48, k // 48]
-
-
-def padded(b, h, q, k):
-    return PADDED[b, k] & PADDED[b, q]
-
-
-def in_time(b, h, q, k):
-    return (TIME[q] - TIME[k] < 2**36) & (TIME[q] >= TIME[k])
+EDGES = torch.tensor([30, 100, 190])
 
 
 def near(b, h, q, k):
     x, y = PLACE[q, 0] - PLACE[k, 0], PLACE[q, 1] - PLACE[k, 1]
     return (x * x + y * y < SPAN) & (x.abs() + 0.5 * q < y + 3.0 * k)
-
-
-def everywhere(b, h, q, k):
-    return q >= 0
-
-
-def always(b, h, q, k):
-    return torch.ones((), dtype=torch.bool) | (q == k)
-
-
-def nowhere(b, h, q, k):
-    return (q < k) & (q > k + 10)
-
-
-def of_queries(b, h, q, k):
-    return (q % 64 < 32) & (h < 2)
-
-
-def bits(b, h, q, k):
-    return ((q ^ k) & 64 == 0) & ((q | 1) - (k << 1) < 100) & ((~q >> 3) + (k >> 2) < 40)
-
-
-EDGES = torch.tensor([30, 100, 190])
 
 
 def truncated(b, h, q, k):
@@ -119,10 +53,28 @@ def of_floats(b, h, q, k):
     return (distance > -20) & ~torch.signbit(PLACE[:, 0][q % 90]) & (torch.pow(k + 1.0, 1.5) < 40.0 * q + 900)
 
 
-MASKS = (
-    *(causal, window, documents, shuffled, neighbourhood, prefix, dilated, of_heads, of_a_table, padded),
-    *(in_time, near, everywhere, always, nowhere, of_queries, bits, truncated, of_floats),
-)
+MASKS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q - k <= 50) & (k - q < 20),
+    "documents": lambda b, h, q, k: (q >= k) & (DOCUMENT[q] == DOCUMENT[k]),
+    "shuffled": lambda b, h, q, k: SHUFFLED[b, q] == SHUFFLED[b, k],
+    "neighbourhood": lambda b, h, q, k: ((q // 20 - k // 20).abs() <= 3) & ((q % 20 - k % 20).abs() <= 3),
+    "prefix": lambda b, h, q, k: (k < PREFIX[b]) | (q >= k),
+    "dilated": lambda b, h, q, k: ((q - k).abs() < 90) & ((q - k) % 16 == 0),
+    "of heads": lambda b, h, q, k: torch.where(h == 0, q >= k, (q - k).abs() <= 32 * h),
+    "of a table": lambda b, h, q, k: BLOCKS[h, q // 48, k // 48],
+    "padded": lambda b, h, q, k: PADDED[b, k] & PADDED[b, q],
+    "in time": lambda b, h, q, k: (TIME[q] - TIME[k] < 2**36) & (TIME[q] >= TIME[k]),
+    "near": near,
+    "everywhere": lambda b, h, q, k: q >= 0,
+    "always": lambda b, h, q, k: torch.ones((), dtype=torch.bool) | (q == k),
+    "nowhere": lambda b, h, q, k: (q < k) & (q > k + 10),
+    "of queries": lambda b, h, q, k: (q % 64 < 32) & (h < 2),
+    "bits": lambda b, h, q, k: ((q ^ k) & 64 == 0) & ((q | 1) - (k << 1) < 100) & ((~q >> 3) + (k >> 2) < 40),
+    "truncated": truncated,
+    "of floats": of_floats,
+}
+causal = MASKS["causal"]
 
 
 def kinds_of_elements(mask_mod, batch, nheads, lengths, block_size):
@@ -141,17 +93,16 @@ SIZES = (((200, 250), (16, 32)), ((97, 384), (32, 64)), ((384, 13), (64, 16)))
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "lengths", "block_size"),
-    [(mask_mod, *SIZES[place % 3]) for place, mask_mod in enumerate((*MASKS, causal, causal))],
-    ids=lambda value: getattr(value, "__name__", None),
+    ("name", "lengths", "block_size"),
+    [(name, *SIZES[place % 3]) for place, name in enumerate((*MASKS, "causal", "causal"))],
 )
-def test_device_code_finds_the_kinds(mask_mod, lengths, block_size):
-    found = emulated_kinds(mask_mod, BATCH, NHEADS, lengths, block_size)
-    expected = kinds_of_elements(mask_mod, BATCH, NHEADS, lengths, block_size)
+def test_device_code_finds_the_kinds(name, lengths, block_size):
+    sizes = (BATCH, NHEADS, lengths, block_size)
+    found, expected = emulated_kinds(MASKS[name], *sizes), kinds_of_elements(MASKS[name], *sizes)
     assert torch.equal(found.expand_as(expected), expected)
 
 
-@pytest.mark.parametrize("mask_mod", MASKS, ids=lambda mask_mod: mask_mod.__name__)
+@pytest.mark.parametrize("mask_mod", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(
     ("lengths", "block_size"), [((200, 250), 32), ((384, 96), (64, 96)), ((40, 390), 128)]
 )
@@ -167,27 +118,27 @@ def test_on_the_cpu_it_is_torch_s(mask_mod, lengths, block_size):
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "batch", "nheads"), [(causal, 1, 1), (of_heads, 1, NHEADS), (padded, BATCH, 1)]
+    ("name", "batch", "nheads"), [("causal", 1, 1), ("of heads", 1, NHEADS), ("padded", BATCH, 1)]
 )
-def test_sequences_and_heads_that_are_alike_share_a_mask(mask_mod, batch, nheads):
-    mask = block_mask(mask_mod, BATCH, NHEADS, 200, 200, device="cpu")
-    assert mask.kv_num_blocks.shape[:2] == (batch, nheads)
-    assert block_mask(mask_mod, None, None, 200, 200, device="cpu").kv_num_blocks.shape[:2] == (1, 1)
+def test_sequences_and_heads_that_are_alike_share_a_mask(name, batch, nheads):
+    for sizes, found in (((BATCH, NHEADS), (batch, nheads)), ((None, None), (1, 1))):
+        mask = block_mask(MASKS[name], *sizes, 200, 200, device="cpu")
+        assert mask.kv_num_blocks.shape[:2] == found
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "distances"),
-    [(causal, {0}), (window, {-2, -1, 3, 4}), (everywhere, set()), (nowhere, {0}), (of_a_table, set())],
-)
-def test_bounds_decide_all_blocks_but_those_at_edges(mask_mod, distances):
+    ("name", "distances"),
+    [("causal", {0}), ("window", {-2, -1, 3, 4}), ("everywhere", set()), ("nowhere", {0}), ("of a table", set())],
+)  # fmt: skip
+def test_bounds_decide_all_blocks_but_those_at_edges(name, distances):
     """Those so many blocks below the diagonal."""
-    evaluated = emulated_kinds(mask_mod, 1, 1, (256, 256), (16, 16), ByBounds)[0, 0] == PARTIAL
+    evaluated = emulated_kinds(MASKS[name], 1, 1, (256, 256), (16, 16), ByBounds)[0, 0] == PARTIAL
     rows, columns = evaluated.nonzero().T.tolist()
     assert {i - j for i, j in zip(rows, columns, strict=True)} == distances
 
 
 def test_bounds_of_documents_are_those_of_their_ends():
-    evaluated = emulated_kinds(documents, 1, 1, (384, 384), (16, 16), ByBounds)[0, 0] == PARTIAL
+    evaluated = emulated_kinds(MASKS["documents"], 1, 1, (384, 384), (16, 16), ByBounds)[0, 0] == PARTIAL
     ends = {37 // 16, 127 // 16, 191 // 16}
     rows, columns = evaluated.nonzero().T.tolist()
     assert all(i == j or ends & {i, j} for i, j in zip(rows, columns, strict=True))
@@ -355,12 +306,9 @@ def test_its_kinds_are_known(monkeypatch):
 
 def test_attention_takes_it():
     q, k, v = (torch.randn(BATCH, 300, 4, 16, generator=generator, requires_grad=True) for _ in range(3))
+    padded = MASKS["padded"]
     mask = block_mask(padded, BATCH, None, 300, 300, device="cpu")
-    outputs = attention(q, k, v, block_mask=mask), attention(q, k, v, mask_mod=padded)
-    torch.testing.assert_close(*outputs)
-    grads = (torch.autograd.grad(out.sum(), (q, k, v)) for out in outputs)
-    for x, y in zip(*grads, strict=True):
-        torch.testing.assert_close(x, y)
+    same(attention(q, k, v, block_mask=mask), attention(q, k, v, mask_mod=padded), (q, k, v))
 
 
 def test_inside_torch_compile():
@@ -382,11 +330,23 @@ def many_values(b, h, q, k):
     return found
 
 
+def kernel_of(*functions):
+    """Of a mask of these functions."""
+    name, _ = epilogue_of(*functions, CPU)
+    return lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))
+
+
 def told(mask_mod=causal, b=1, h=None, q_len=200, kv_len=300, device="cpu", **options):
     return block_mask(mask_mod, b, h, q_len, kv_len, device=device, **options)
 
 
 WRONG = """
+kernel_of(None, many_values) -> Unsupported: the mask has 33 values of a query; accepted: up to 32
+kernel_of(lambda s, b, h, q, k: s * 2, causal) -> Unsupported: does more than hide keys; accepted: a mask_mod
+lookup("block_kinds-sm80-bf16-d64") -> Unsupported: accepted: block_kinds-sm80-bf16-d128
+lookup("block_lists-sm80-bf16-d128-causal") -> Unsupported: accepted: block_lists-sm80-bf16-d128
+lookup("block_kinds-sm80-bf16-d128", "tile_m=48") -> Unsupported: multiples of 32 up to 512
+lookup("block_kinds-sm80-bf16-d128", "rows=3") -> Unsupported: divisors of tile_m, 128
 told(3) -> TypeError: mask_mod is an int; accepted: a function of (batch, head, query, key)
 told(lambda b, h, q, k: q - k) -> TypeError: mask_mod returned an integer; accepted: a bool
 told(lambda b, h, q, k: q.sort()) -> TypeError: mask_mod uses sort; accepted
@@ -407,19 +367,3 @@ told(lambda b, h, q, k, t=ELSEWHERE: t[q] > 0)
 @refusals.each(WRONG)
 def test_wrong_arguments_are_refused(call, sentence):
     refusals.check(call, sentence, globals())
-
-
-def test_which_masks_the_kernel_takes():
-    name, _ = epilogue_of(None, many_values, CPU)
-    with pytest.raises(Unsupported, match="the mask has 33 values of a query; accepted: up to 32"):
-        lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))
-    name, _ = epilogue_of(lambda score, b, h, q, k: score * 2, causal, CPU)
-    with pytest.raises(Unsupported, match="does more than hide keys; accepted: a mask_mod"):
-        lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))
-    with pytest.raises(Unsupported, match="accepted: block_kinds-sm80-bf16-d128"):
-        lookup(Traits.parse("block_kinds-sm80-bf16-d64"))
-    with pytest.raises(Unsupported, match="accepted: block_lists-sm80-bf16-d128"):
-        lookup(Traits.parse("block_lists-sm80-bf16-d128-causal"))
-    for tile, message in (("tile_m=48", "multiples of 32 up to 512"), ("rows=3", "divisors of tile_m, 128")):
-        with pytest.raises(Unsupported, match=message):
-            lookup(Traits.parse("block_kinds-sm80-bf16-d128"), tile)

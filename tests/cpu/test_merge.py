@@ -148,8 +148,8 @@ def test_empty_partial_results_change_no_bit_in_order():
 def test_the_most_partial_results():
     kernel = Combine(Traits("combine", "sm80", "fp32", 16), T(1, 4))
     outs, lses = partial_results(MAX_PARTIALS, 1, 2, 1, 16, empty=0.8)
-    for found, expected in zip(emulate(kernel, outs, lses), kvcache_reference.merge(outs, lses), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    expected = kvcache_reference.merge(outs, lses)
+    torch.testing.assert_close(emulate(kernel, outs, lses), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tile", [T(4, 1), T(1, 4)], ids=str)
@@ -174,8 +174,8 @@ def test_strides_of_any_order():
     outs, lses = partial_results(3, 2, 5, 4, 32)
     kernel = Combine(Traits("combine", "sm80", "fp32", 32), T(4, 1))
     others = outs.permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4)
-    for found, expected in zip(emulate(kernel, others, lses), emulate(kernel, outs, lses), strict=True):
-        assert found.equal(expected)
+    expected = emulate(kernel, outs, lses)
+    torch.testing.assert_close(emulate(kernel, others, lses), expected, rtol=0, atol=0)
 
 
 # ---- what is built ----
@@ -209,8 +209,7 @@ def test_the_function_is_the_definition(packed):
         outs, lses = outs[:, 0], lses[:, 0]
     expected = kvcache_reference.merge(outs, lses)
     for given in ((outs, lses), (list(outs), tuple(lses))):
-        for found, whole in zip(merge_attention(*given), expected, strict=True):
-            assert found.equal(whole)
+        torch.testing.assert_close(merge_attention(*given), expected, rtol=0, atol=0)
     out, lse = merge_attention(outs, lses, dtype=torch.bfloat16)
     assert out.equal(expected[0].bfloat16()) and lse.equal(expected[1])
     half, _ = merge_attention(outs.half(), lses)
@@ -222,13 +221,6 @@ def test_the_operator():
     torch.library.opcheck(torch.ops.cute_attn.merge.default, (outs, lses, None, torch.float16))
     packed = (outs[:, 0], lses[:, 0], torch.zeros(3), torch.float32)
     torch.library.opcheck(torch.ops.cute_attn.merge.default, packed)
-
-
-def test_under_torch_compile():
-    outs, lses = partial_results(3, 2, 5, 3, 16)
-    traced = torch.compile(merge_attention, fullgraph=True, backend="aot_eager", dynamic=True)
-    for found, expected in zip(traced(outs, lses), merge_attention(outs, lses), strict=True):
-        assert found.equal(expected)
 
 
 OUTS, LSES = torch.zeros(2, 1, 3, 4, 8), torch.zeros(2, 1, 4, 3)

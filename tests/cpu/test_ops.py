@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, attention_with_kvcache, reference
@@ -20,11 +21,10 @@ from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import checks, choose, memory
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
-from cute_attn.host.checks import check_steps
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import PADDED_TENSORS
-from tests import machine, processes
+from tests import machine, processes, refusals
 from tests.padded_rows import copy_rows
 from tests.tensors import randn
 
@@ -99,35 +99,7 @@ def test_opcheck_of_the_backward(name, needed):
 # ---- under a compiler ----
 
 
-def dense_call(q, k, v, bias):
-    return attention(
-        q, k, v, bias=bias, causal=True, window=(6, None), dropout_p=0.2, rng_state=RNG, return_lse=True
-    )
-
-
-def varlen_call(q, k, v, bias):
-    return attention_varlen(
-        q[0], k[0], v[0], CU_Q, CU_K, 5, 5, bias=bias[:, :, :, :5], softcap=2.0, return_lse=True
-    )
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("function", [dense_call, varlen_call])
-def test_compiles_into_one_graph(function, dynamic):
-    torch.compiler.reset()
-    tensors = [*inputs(requires_grad=True), randn(1, 4, 1, 11, seed=7).requires_grad_()]
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    results = []
-    for f in (function, compiled):
-        out, lse = f(*tensors)
-        results.append((out, lse, *torch.autograd.grad(out.sin().sum() + lse.cos().sum(), tensors)))
-    for expected, actual in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
 def test_one_graph_serves_other_lengths():
-    from torch._dynamo.testing import CompileCounter
-
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(
@@ -168,8 +140,7 @@ def test_checkpointing_repeats_the_same_mask():
         torch.manual_seed(3)
         out = torch.utils.checkpoint.checkpoint(f, q, k, v, use_reentrant=False) if use else f(q, k, v)
         grads.append(torch.autograd.grad(out.sum(), (q, k, v)))
-    for a, b in zip(*grads, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -307,12 +278,6 @@ def test_kernels_gradients_have_the_strides_of_fake_ones(recorder):
     assert all(x.is_contiguous() for x in found[:3])
 
 
-def test_other_devices_are_refused():
-    q = torch.empty(2, 5, 4, 64, dtype=BF16)
-    with pytest.raises(ValueError, match="q is on meta; accepted: cuda and cpu tensors"):
-        operators.forward_cpu(call(q.to("meta"), q.to("meta"), q.to("meta")))
-
-
 # ---- kernels' arguments: CPU tensors on the CUDA path, with a kernel that records them ----
 
 
@@ -339,6 +304,23 @@ def recorder(monkeypatch):
     machine.kernels(monkeypatch, recorder.kernel)
     monkeypatch.setattr(operators, "forward_cpu", operators.forward_cuda)
     return recorder
+
+
+@pytest.fixture
+def scale_keys(monkeypatch):
+    """A user's epilogue: scores times a number, and times a tensor's value for each key."""
+
+    class ScaleKeys(Epilogue):
+        def host_args(self, inputs):
+            return inputs.extra["scale_keys"]
+
+        @staticmethod
+        def reference(scores, coords, inputs):
+            values, factor = inputs.extra["scale_keys"]
+            return scores * factor * values[coords.key]
+
+    monkeypatch.setattr(names, "_REGISTERED", {})
+    return names.register_epilogue("scale_keys")(ScaleKeys)
 
 
 def kernel_inputs():
@@ -465,17 +447,16 @@ def all_tensors():
 
 @pytest.mark.parametrize("which", [*all_tensors(), "epilogue"])
 @pytest.mark.parametrize("name", LAZY)
-def test_no_kernel_gets_a_lazy_view(recorder, name, which):
+def test_no_kernel_gets_a_lazy_view(scale_keys, recorder, name, which):
     """But a tensor of its values, also where a call of that metadata is known."""
-    given, options, slopes = all_tensors(), {"dropout_p": 0.5}, randn(9, 11)
+    given, values = all_tensors() | {"dropout_p": 0.5}, randn(9, 11)
     if which == "epilogue":
-        options["epilogues"] = {"test_ops_lazy": slopes}
-    lazy = LAZY[name](slopes if which == "epilogue" else given[which])
-    changed = {"epilogues": {"test_ops_lazy": lazy}} if which == "epilogue" else {which: lazy}
-    with registered_epilogue():
-        for _ in range(2):
-            attention(**given, **options)
-        attention(**(given | options | changed))
+        given["epilogues"] = {"scale_keys": (values, 0.5)}
+    lazy = LAZY[name](values if which == "epilogue" else given[which])
+    changed = {"epilogues": {"scale_keys": (lazy, 0.5)}} if which == "epilogue" else {which: lazy}
+    for _ in range(2):
+        attention(**given)
+    attention(**given | changed)
     launched = list(tensors_in(vars(recorder.launched[-1]).values()))
     assert not any(x.is_neg() or x._is_zerotensor() for x in launched)
     shape = (2, *lazy.shape) if which == "alibi_slopes" else (2, 4, 9, 11) if which == "bias" else lazy.shape
@@ -489,24 +470,6 @@ def tensors_in(arguments):
             yield x
         elif isinstance(x, tuple):
             yield from tensors_in(x)
-
-
-@contextlib.contextmanager
-def registered_epilogue():
-    """An epilogue whose only argument is a tensor."""
-
-    class Adds(Epilogue):
-        def fake_args(self):
-            return ()
-
-        def host_args(self, inputs):
-            return inputs.extra["test_ops_lazy"]
-
-    names.register_epilogue("test_ops_lazy")(Adds)
-    try:
-        yield
-    finally:
-        del names._REGISTERED["test_ops_lazy"]
 
 
 @pytest.mark.parametrize("name", ["kernel", "reference"])
@@ -641,57 +604,46 @@ def many(sequences, heads):
     return call(x, x, x, **changes)
 
 
-@pytest.mark.parametrize(
-    ("sequences", "heads", "message"),
-    [
-        (2**25, 4, f"q has 8 rows in {2**25} sequences, each padded to blocks of 64, {2**31} in all"),
-        (2**24, 127, None),
-        (
-            2**24,
-            128,
-            f"q has 128 heads of 8 rows in {2**24} sequences, each padded to blocks of 64: blocks, {2**31}",
-        ),
-    ],
-)
-def test_blocks_of_all_sequences_end_where_32_bits_do(sequences, heads, message):
+def blocks(sequences, heads):
     """The Hopper forward has blocks for all rows, whatever max_seqlen says."""
     one = many(sequences, heads)
-    kernel = registry.lookup(one.traits("sm90"), "tile_m=64", "sm90")
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        checks.check_query_blocks(one, kernel)
+    checks.check_query_blocks(one, registry.lookup(one.traits("sm90"), "tile_m=64", "sm90"))
 
 
-@pytest.mark.parametrize(
-    ("seqlen", "changes", "message"),
-    [
-        (2**24, {}, None),
-        (
-            2**27,
-            {},
-            f"k has up to {2**21 + 1} key blocks for each of {2**21} blocks of queries: steps of each of 132",
-        ),
-        (2**27, {"mask": "window", "window_left": 128, "window_right": 0}, None),
-    ],
-)
-def test_a_ctas_steps_end_where_32_bits_do(seqlen, changes, message):
+def steps(seqlen, **changes):
     """Such a launch would run for half an hour."""
     x = torch.zeros(16, dtype=BF16).expand(1, seqlen, 1, 16)
-    one = call(x, x, x, **changes)
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        check_steps(one, seqlen // 64, ForwardSm90Tile(64, 64), 132)
+    checks.check_steps(call(x, x, x, **changes), seqlen // 64, ForwardSm90Tile(64, 64), 132)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_seqlen_q": 8}, "max_seqlen_q is 8; accepted: 9, q's seqlen"),
-        ({"max_seqlen_k": 2**40}, f"max_seqlen_k is {2**40}; accepted: 11, k's seqlen"),
-        ({"dropout_p": 0.5}, "dropout_p is 0.5 and dropout empty; accepted: a name of a mask, or 0"),
-    ],
-)
-def test_what_only_the_operator_can_be_given(changes, message):
-    with pytest.raises(ValueError, match=message):
-        torch.ops.cute_attn.forward.default(*call(*inputs(), **changes).values(ATTENTION))
+def operator(device="cpu", **changes):
+    """What only the operator can be given."""
+    q, k, v = (x.to(device) for x in inputs())
+    operators.forward_cpu(call(q, k, v, **changes))
+
+
+WRONG = f"""
+operator(max_seqlen_q=8) -> ValueError: max_seqlen_q is 8; accepted: 9, q's seqlen
+operator(max_seqlen_k=2**40) -> ValueError: max_seqlen_k is {2**40}; accepted: 11, k's seqlen
+operator(dropout_p=0.5) -> ValueError: dropout_p is 0.5 and dropout empty; accepted: a name of a mask, or 0
+operator("meta") -> ValueError: q is on meta; accepted: cuda and cpu tensors
+blocks(2**25, 4) -> ValueError: q has 8 rows in {2**25} sequences, each padded to blocks of 64, {2**31} in all
+blocks(2**24, 128)
+    -> ValueError: q has 128 heads of 8 rows in {2**24} sequences, each padded to blocks of 64: blocks, {2**31}
+steps(2**27)
+    -> ValueError: k has up to {2**21 + 1} key blocks for each of {2**21} blocks of queries: steps of each of 132
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_calls_and_calls_beyond_32_bits(call, sentence):
+    refusals.check(call, sentence, globals())
+
+
+def test_calls_just_within_32_bits():
+    blocks(2**24, 127)
+    steps(2**24)
+    steps(2**27, mask="window", window_left=128, window_right=0)
 
 
 def test_meaningless_strides_are_replaced(recorder):
@@ -734,23 +686,6 @@ def test_an_arch_that_declines_names_the_reason(recorder):
 
 
 # ---- users' epilogues ----
-
-
-@pytest.fixture
-def scale_keys(monkeypatch):
-    """A user's epilogue: scores times a number, and times a tensor's value for each key."""
-
-    class ScaleKeys(Epilogue):
-        def host_args(self, inputs):
-            return inputs.extra["scale_keys"]
-
-        @staticmethod
-        def reference(scores, coords, inputs):
-            values, factor = inputs.extra["scale_keys"]
-            return scores * factor * values[coords.key]
-
-    monkeypatch.setattr(names, "_REGISTERED", {})
-    return names.register_epilogue("scale_keys")(ScaleKeys)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

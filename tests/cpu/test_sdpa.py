@@ -21,6 +21,7 @@ from cute_attn.sdpa import calls, operators, overrides, slower
 from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
 from tests import machine, processes, refusals
+from tests.cpu.test_sdpa_plans import saved_of
 from tests.tensors import randn
 
 BF16 = torch.bfloat16
@@ -32,9 +33,9 @@ with_pages = pytest.mark.skipif(
 )
 
 
-def serving(key="CUDA"):
-    """The operators that are served under a key, with the options."""
-    return {name: one.options for name, one in overrides.overrides(key).items() if one.options is not None}
+def serving():
+    """The operators that are served on a GPU, with the options."""
+    return {name: one.options for name, one in overrides.overrides("CUDA").items() if one.options is not None}
 
 
 @pytest.fixture
@@ -185,11 +186,6 @@ declined("flash", **{name: empty(16, 4, 64) for name in "qkv"} | {"cu_seqlens_q"
 """
 
 
-def test_the_good_call_is_served():
-    inputs, arguments = good()
-    assert all(why_not(request_of(backend, Inputs(**inputs), **arguments)) is None for backend in OPERATORS)
-
-
 def declined(backend, **changes):
     """Raises why the operator does not serve the good call with these changes."""
     inputs, arguments = good(**changes)
@@ -203,26 +199,20 @@ def test_declined(call, sentence):
     refusals.check(call, sentence, globals())
 
 
-def test_other_gpus_are_declined():
-    inputs, arguments = good()
-    call = request_of("flash", Inputs(**inputs), **arguments)
+MASKED = {"q": empty(2, slower.MASKED_QUERIES + 1, 4, 64), "bias": empty(2, 4, 2, 128)}
+OF_72 = {name: empty(2, 128, 4, 72) for name in "qkv"}
+SERVED = [(backend, {}, {}) for backend in OPERATORS]
+SERVED += [("efficient", MASKED, {}), ("cudnn", MASKED, {}), ("flash", OF_72, {}), ("efficient", OF_72, {})]
+SERVED += [("cudnn", OF_72, {"target": "sm80"}), ("cudnn", OF_72, {"learns": True})]
+
+
+@pytest.mark.parametrize(("backend", "tensors", "changes"), SERVED)
+def test_served(backend, tensors, changes):
+    """Also calls beside those that PyTorch computes faster."""
+    inputs, arguments = good(**tensors)
+    call = request_of(backend, Inputs(**inputs), **arguments)._replace(**changes)
+    assert why_not(call) is None
     assert "no kernel is built for this GPU" in why_not(call._replace(target=""))
-
-
-def test_calls_beside_those_that_pytorch_computes_faster_are_served():
-    inputs, arguments = good()
-    masked = {"q": empty(2, slower.MASKED_QUERIES + 1, 4, 64), "bias": empty(2, 4, 2, 128)}
-    of_72 = {name: empty(2, 128, 4, 72) for name in "qkv"}
-    for backend, changes in (
-        ("efficient", masked),
-        ("cudnn", masked),
-        ("flash", of_72),
-        ("efficient", of_72),
-    ):
-        assert why_not(request_of(backend, Inputs(**inputs | changes), **arguments)) is None
-    cudnn_72 = request_of("cudnn", Inputs(**inputs | of_72), **arguments)
-    assert why_not(cudnn_72._replace(target="sm80")) is None
-    assert why_not(cudnn_72._replace(learns=True)) is None
 
 
 @pytest.mark.parametrize("backend", OPERATORS)
@@ -245,11 +235,14 @@ def test_a_capture_decides_no_backward(monkeypatch):
     monkeypatch.setattr(operators, "_generator", lambda device: machine.Generator(5, 0))
     q = randn(1, 2, 8, 16, dtype=BF16)
     options = Options(rng="torch", unsupported="error")
-    out, lse, *_, seed, offset, _ = operators.flash_forward(options, q, q, q, 0.5)
+    given = (q, q, q, 0.5)
+    outputs = operators.flash_forward(options, *given)
     monkeypatch.setattr(operators, "_is_capturing", lambda device: True)
-    assert "cannot advance" in operators.flash_forward(options, q, q, q, 0.5)
-    saved = (out, q, q, q, out, lse, None, None, 8, 8, 0.5, False, seed, offset)
-    assert not isinstance(operators.flash_backward(options, *saved), str)
+    assert "cannot advance" in operators.flash_forward(options, *given)
+    assert not isinstance(
+        operators.flash_backward(options, *saved_of("_scaled_dot_product_flash_attention", given, outputs)),
+        str,
+    )
 
 
 def test_reason_takes_the_arguments_of_scaled_dot_product_attention():
@@ -289,65 +282,68 @@ def compare(out, tensors, **arguments):
 def equal_with_gradients(out, wanted, tensors, exact):
     weight = randn(*wanted.shape, seed=9)
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=4e-3)
-    grads = torch.autograd.grad((out * weight).sum(), tensors)
-    for a, b in zip(grads, torch.autograd.grad((wanted * weight).sum(), exact), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-2)
+    grads = [torch.autograd.grad((x * weight).sum(), of) for x, of in ((out, tensors), (wanted, exact))]
+    torch.testing.assert_close(*grads, rtol=0, atol=3e-2, check_dtype=False)
 
 
-def test_flash(on_cpu):
-    tensors = leaves((2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16))
-    out = aten._scaled_dot_product_flash_attention(*tensors, 0.0, True, scale=0.3)[0]
-    compare(out, tensors, is_causal=True, scale=0.3, enable_gqa=True)
-    names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-    assert dict(sdpa.served) == {(name, ""): 1 for name in names}
+FLASH = aten._scaled_dot_product_flash_attention
+EFFICIENT = aten._scaled_dot_product_efficient_attention
+CUDNN = aten._scaled_dot_product_cudnn_attention
+SHAPES = ((2, 4, 5, 16), (2, 4, 11, 16), (2, 4, 11, 24))
+BIAS = randn(1, 1, 5, 11, seed=5, dtype=torch.float16)
+# The operator, its shapes, and the arguments of scaled_dot_product_attention that it means.
+VALUES = {
+    "flash": (
+        lambda *x: FLASH(*x, 0.0, True, scale=0.3),
+        ((2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16)),
+        {"is_causal": True, "scale": 0.3, "enable_gqa": True},
+    ),
+    "efficient from the first key": (lambda *x: EFFICIENT(*x, None, True, 0.0, True), SHAPES, {"is_causal": True}),
+    "efficient with a bias": (lambda *x: EFFICIENT(*x[:3], wide(x[3]), True), (*SHAPES, (2, 4, 5, 11)), {}),
+    "of keys": (lambda *x: EFFICIENT(*x[:3], wide(x[3]), True), (*SHAPES, (1, 4, 1, 11)), {}),
+    "of all heads": (lambda *x: EFFICIENT(*x[:3], wide(x[3]), True), (*SHAPES, (2, 1, 5, 11)), {}),
+    "of one number": (lambda *x: EFFICIENT(*x[:3], wide(x[3]), True), (*SHAPES, (1, 1, 1, 1)), {}),
+    "cudnn": (lambda *x: CUDNN(*x, None, True, 0.0, True), SHAPES, {"is_causal": True}),
+    "cudnn with a bias": (lambda *x: CUDNN(*x, wide(BIAS), True), SHAPES, {"attn_mask": BIAS.double()}),
+    "of two dimensions": (lambda *x: CUDNN(*x, BIAS[0, 0], True), SHAPES, {"attn_mask": BIAS.double()}),
+}  # fmt: skip
+
+
+def wide(bias):
+    return bias.expand(2, 4, 5, 11)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_and_gradients(name, on_cpu):
+    call, shapes, arguments = VALUES[name]
+    tensors = leaves(*shapes)
+    compare(call(*tensors)[0], tensors, **arguments)
+    assert len(sdpa.served) == 2 and set(sdpa.served.values()) == {1} and not any(r for _, r in sdpa.served)
 
 
 def test_flash_is_causal_from_the_last_key_and_marks_rows_without_keys(on_cpu):
     tensors = leaves((1, 2, 9, 16), (1, 2, 5, 16), (1, 2, 5, 16))
-    out, lse, *_ = aten._scaled_dot_product_flash_attention(*tensors, 0.0, True)
+    out, lse, *_ = FLASH(*tensors, 0.0, True)
     assert (lse[:, :, :4] == math.inf).all() and lse[:, :, 4:].isfinite().all()
     assert not out[:, :, :4].any()
     rows = [tensors[0][:, :, 4:].detach().requires_grad_(), *tensors[1:]]
-    compare(aten._scaled_dot_product_flash_attention(*rows, 0.0, True)[0], rows, is_causal=True)
+    compare(FLASH(*rows, 0.0, True)[0], rows, is_causal=True)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 9, 11), (1, 4, 1, 11), (2, 1, 9, 11), (1, 1, 1, 1)])
-def test_efficient_with_a_bias_and_its_gradient(shape, on_cpu):
-    tensors = leaves((2, 4, 9, 16), (2, 4, 11, 16), (2, 4, 11, 16), shape)
-    expanded = tensors[3].expand(2, 4, 9, 11)
-    out = aten._scaled_dot_product_efficient_attention(*tensors[:3], expanded, True)[0]
-    compare(out, tensors)
-
-
-def test_efficient_is_causal_from_the_first_key(on_cpu):
-    tensors = leaves((2, 4, 5, 16), (2, 4, 11, 16), (2, 4, 11, 24))
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(*tensors, None, True, 0.0, True)
-    compare(out, tensors, is_causal=True)
-    assert lse.shape == (2, 4, 32) and (lse[:, :, 5:] == math.inf).all()
-
-
-def test_cudnn(on_cpu):
-    tensors = leaves((2, 4, 5, 16), (2, 4, 11, 16), (2, 4, 11, 24))
-    bias = randn(1, 1, 5, 11, seed=5, dtype=torch.float16)
-    out = aten._scaled_dot_product_cudnn_attention(*tensors, bias.expand(2, 4, 5, 11), True)[0]
-    compare(out, tensors, attn_mask=bias.double())
-    out = aten._scaled_dot_product_cudnn_attention(*tensors, bias[0, 0], True)[0]
-    compare(out, tensors, attn_mask=bias.double())
-    out = aten._scaled_dot_product_cudnn_attention(*tensors, None, True, 0.0, True)[0]
-    compare(out, tensors, is_causal=True)
+def test_lse_of_efficient_is_infinite_in_rows_that_pad_it(on_cpu):
+    lse = EFFICIENT(*leaves(*SHAPES), None, True)[1]
+    assert lse.shape == (2, 4, 32) and lse[:, :, :5].isfinite().all() and (lse[:, :, 5:] == math.inf).all()
 
 
 @pytest.mark.parametrize("backend", ["flash", "efficient"])
 def test_dropout_draws_pytorchs_mask_of_the_returned_state(backend, on_cpu):
     q, k, v = leaves((2, 4, 9, 16), (2, 4, 11, 16), (2, 4, 11, 16))
     if backend == "flash":
-        out, _, _, _, _, _, seed, _, debug = aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.4, False, True
-        )
+        out, *_, seed, _, debug = FLASH(q, k, v, 0.4, False, True)
         state, mask = seed.view(torch.int64), "flash"
         assert seed.dtype == torch.uint64 and debug.shape == (2, 4, 128, 128)
     else:
-        out, _, seed, offset = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.4)
+        out, _, seed, offset = EFFICIENT(q, k, v, None, True, 0.4)
         state, mask = torch.stack([seed.view(torch.int64), offset.view(torch.int64)]), "mem_efficient"
         assert seed.dtype == offset.dtype == torch.uint64
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -417,23 +413,6 @@ def test_packed_rows_into_a_given_output(on_cpu):
         aten._flash_attention_forward_no_dropout_inplace(out, *arguments, block_table=table)
 
 
-def test_compiles(on_cpu):
-    torch.compiler.reset()
-    tensors = leaves((2, 4, 9, 16), (2, 4, 9, 16), (2, 4, 9, 16))
-
-    def f(q, k, v):
-        out = aten._scaled_dot_product_flash_attention(q * 2, k, v, 0.0, True)[0]
-        return aten._scaled_dot_product_efficient_attention(out, k, v, None, True)[0]
-
-    sdpa.served.clear()
-    outs = [g(*tensors) for g in (f, torch.compile(f, fullgraph=True, backend="aot_eager"))]
-    assert torch.equal(*outs)
-    grads = [torch.autograd.grad(out.sum(), tensors) for out in outs]
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b)
-    assert set(sdpa.served.values()) == {2}
-
-
 @pytest.mark.parametrize("how", ["compiled", "hooks"])
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
 def test_what_saves_tensors_keeps_whose_a_mask_is(backend, how, on_cpu):
@@ -476,15 +455,14 @@ def test_rng_torch_takes_and_advances_torchs_generator(monkeypatch):
 
 # ---- the dispatcher ----
 
-CUDNN = "_scaled_dot_product_cudnn_attention"
-REASON = "head_dim 20; accepted: multiples of 8"
+NAME = "_scaled_dot_product_cudnn_attention"
 
 
 class Kernel:
     """A stand-in for PyTorch's kernel of an operator: its calls, and outputs of ones."""
 
-    def __init__(self, *others):
-        self.calls, self.others = [], others
+    def __init__(self):
+        self.calls = []
 
     def call_boxed(self, keyset, *args, **kwargs):
         self.calls.append((args, kwargs))
@@ -496,7 +474,7 @@ class Kernel:
 def stock(monkeypatch):
     """PyTorch has a cuDNN kernel for CPU tensors."""
     kernel = Kernel()
-    monkeypatch.setattr(overrides.overrides("CPU")[CUDNN], "stock", kernel)
+    monkeypatch.setattr(overrides.overrides("CPU")[NAME], "stock", kernel)
     return kernel.calls
 
 
@@ -504,16 +482,23 @@ def test_what_is_declined_falls_through(stock):
     q, odd = randn(1, 2, 8, 16, dtype=BF16), randn(1, 2, 8, 20, dtype=BF16)
     sdpa.served.clear()
     activation = sdpa.Activation(Options(), "CPU")
-    served = aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0]
+    served = CUDNN(q, q, q, None, True)[0]
     assert not stock and not torch.equal(served, torch.ones_like(q))
-    out = aten._scaled_dot_product_cudnn_attention(odd, odd, odd, None, True, 0.5, scale=2.0)[0]
+    out = CUDNN(odd, odd, odd, None, True, 0.5, scale=2.0)[0]
     assert torch.equal(out, torch.ones_like(odd))
     assert [(args[5:], kwargs) for args, kwargs in stock] == [((0.5,), {"scale": 2.0})]
     (_, reason) = sdpa.served
-    assert reason[0] == CUDNN and REASON in reason[1] and set(sdpa.served.values()) == {1}
+    assert reason[0] == NAME and "head_dim 20; accepted: multiples of 8" in reason[1]
+    assert set(sdpa.served.values()) == {1}
     activation.remove()
     activation.remove()
-    assert torch.equal(aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)[0], torch.ones_like(q))
+    assert torch.equal(CUDNN(q, q, q, None, True)[0], torch.ones_like(q))
+    stock.clear()
+    activation = sdpa.Activation(Options(unsupported="error"), "CPU")
+    with pytest.raises(registry.Unsupported, match=f"aten::{NAME} is not served: q has head_dim 20"):
+        CUDNN(odd, odd, odd, None, True, 0.5)
+    assert not stock
+    activation.remove()
 
 
 def test_threads_call_while_another_turns_it_on_and_off(tmp_path):
@@ -561,22 +546,17 @@ def test_threads_call_while_another_turns_it_on_and_off(tmp_path):
 
 
 def with_dropout(backend, q):
-    """A forward with dropout by an operator, and the arguments of its backward."""
-    name = f"_scaled_dot_product_{backend}_attention"
-    if backend == "efficient":
-        out, lse, *state = getattr(aten, name)(q, q, q, None, True, 0.5)
-        saved = (torch.ones_like(out), q, q, q, None, out, lse, *state, 0.5, [True, True, True, False])
-    else:
-        out, lse, *_, seed, offset, _ = getattr(aten, name)(q, q, q, None, True, 0.5)
-        rest = (None, None, None, q.shape[2], q.shape[2], 0.5, False)
-        saved = (torch.ones_like(out), q, q, q, out, lse, seed, offset, *rest)
-    return out, getattr(aten, name + "_backward"), saved
+    """The backward of an operator with dropout, and its arguments after a forward."""
+    name, arguments = f"_scaled_dot_product_{backend}_attention", (q, q, q, None, True, 0.5)
+    outputs = getattr(aten, name)(*arguments)
+    saved = saved_of(name, arguments, outputs, torch.ones_like(q))
+    return getattr(aten, name + "_backward"), saved
 
 
 @pytest.mark.parametrize("end", ["removed", "others", "rng"])
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
 def test_a_backward_of_our_dropout_is_ours_whatever_serves_by_then(backend, end, on_cpu):
-    _, backward, saved = with_dropout(backend, randn(1, 2, 8, 16, dtype=torch.float16))
+    backward, saved = with_dropout(backend, randn(1, 2, 8, 16, dtype=torch.float16))
     wanted = backward(*saved)[:3]
     if end == "removed":
         on_cpu.remove()
@@ -590,10 +570,9 @@ def test_a_backward_of_our_dropout_is_ours_whatever_serves_by_then(backend, end,
 
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
 def test_a_backward_of_pytorchs_dropout_is_pytorchs(backend, on_cpu, monkeypatch):
-    _, backward, saved = with_dropout(backend, randn(1, 2, 8, 16, dtype=torch.float16))
+    backward, saved = with_dropout(backend, randn(1, 2, 8, 16, dtype=torch.float16))
     name = f"_scaled_dot_product_{backend}_attention_backward"
-    theirs = list(saved)
-    place = STATES[name]
+    place, theirs = STATES[name], list(saved)
     theirs[place] = theirs[place].view(torch.int64)
     asked = []
 
@@ -633,23 +612,14 @@ def test_drop_ins_are_imported_on_first_use():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_is_declined_may_raise(stock):
-    q = randn(1, 2, 8, 20, dtype=BF16)
-    activation = sdpa.Activation(Options(unsupported="error"), "CPU")
-    with pytest.raises(registry.Unsupported, match=f"aten::{CUDNN} is not served: q has head_dim 20"):
-        aten._scaled_dot_product_cudnn_attention(q, q, q, None, True, 0.5)
-    assert not stock
-    activation.remove()
-
-
 def test_only_the_named_backends_are_served(on_cpu):
     q = randn(1, 2, 8, 16, dtype=BF16)
     activation = sdpa.Activation(Options(backends=("flash",)), "CPU")
-    assert aten._scaled_dot_product_flash_attention(q, q, q)[0].shape == q.shape
+    assert FLASH(q, q, q)[0].shape == q.shape
     with pytest.raises(NotImplementedError):
-        aten._scaled_dot_product_cudnn_attention(q, q, q, None, True)
+        CUDNN(q, q, q, None, True)
     on_cpu.remove()  # of what another has replaced it changes nothing
-    assert aten._scaled_dot_product_flash_attention(q, q, q)[0].shape == q.shape
+    assert FLASH(q, q, q)[0].shape == q.shape
     activation.remove()
 
 
@@ -743,16 +713,6 @@ sdpa.activate(unsupported=np.ones(2)) -> ValueError: unsupported is array(...); 
 sdpa.activate(unsupported="raise") -> ValueError: unsupported is 'raise'; accepted: 'fall_back', 'error'
 sdpa.activate(rng="cuda") -> ValueError: rng is 'cuda'; accepted: 'ours', 'torch'
 sdpa.activate(strict="no") -> TypeError: strict is 'no'; accepted: False or True
-"""
-
-
-@refusals.each(WRONG)
-def test_wrong_options(call, sentence, with_a_gpu):
-    refusals.check(call, sentence, globals())
-    assert not serving()
-
-
-WRONG_QUESTIONS = """
 reason(query=3) -> TypeError: query is an int; accepted: a torch.Tensor
 reason(attn_mask=[1]) -> TypeError: attn_mask is a list; accepted: a torch.Tensor
 reason(dropout_p="a") -> TypeError: dropout_p is 'a'; accepted: a Python number
@@ -761,11 +721,12 @@ reason(is_causal="yes") -> TypeError: is_causal is 'yes'; accepted: False or Tru
 """
 
 
-@refusals.each(WRONG_QUESTIONS)
-def test_a_wrong_question_for_a_reason(call, sentence):
+@refusals.each(WRONG)
+def test_wrong_options_and_questions(call, sentence, with_a_gpu):
     given = dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 8, 16))
     names = {"reason": lambda **changes: sdpa.reason(**given | changes)}
     refusals.check(call, sentence, globals() | names)
+    assert not serving()
 
 
 def test_an_operator_below_pytorchs_own_is_pytorchs():

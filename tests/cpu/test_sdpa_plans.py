@@ -3,7 +3,9 @@
 The launchers here compute by the reference and write their outputs where a kernel would.
 """
 
+import contextlib
 import functools
+import inspect
 import itertools
 import math
 
@@ -25,6 +27,7 @@ from tests import machine, tensors
 OPTIONS = Options()
 aten = torch.ops.aten
 randn = functools.partial(tensors.randn, dtype=torch.float16)
+SHAPES = ((2, 4, 9, 16), (2, 4, 11, 16), (2, 4, 11, 24))
 
 
 @pytest.fixture(autouse=True)
@@ -121,16 +124,15 @@ def launchers(request, monkeypatch):
     return Launchers(monkeypatch, request.param == "tvm_ffi")
 
 
-def check(name, arguments, function):
-    """An operator's outputs: as PyTorch's meta function lays them out, and as the reference without launches."""
+def laid_out(name, arguments):
+    """An operator's outputs, which are as PyTorch's meta function lays them out."""
     on_meta = [
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         if isinstance(x, torch.Tensor)
         else x
         for x in arguments
     ]
-    wanted = getattr(aten, name)(*on_meta)
-    outputs = function(OPTIONS, *arguments)
+    wanted, outputs = getattr(aten, name)(*on_meta), ALL[name](OPTIONS, *arguments)
     assert not isinstance(outputs, str), outputs
     for a, b in zip(outputs, wanted, strict=True):
         if isinstance(b, torch.Tensor):
@@ -144,31 +146,66 @@ def same(ours, theirs):
             torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=2e-2)
 
 
-def with_reference(function, *arguments):
-    """What the operator returns where no kernel runs."""
+FLASH, CUDNN, EFFICIENT = (
+    f"_scaled_dot_product_{name}_attention" for name in ("flash", "cudnn", "efficient")
+)
+ALL = {name: run for own in operators.OPERATORS.values() for name, run in own.items()}
+
+
+def backward_of(name):
+    return f"{name.removesuffix('_forward')}_backward"
+
+
+def saved_of(name, arguments, outputs, grad_out=None):
+    """The arguments of an operator's backward, after a forward with these arguments and outputs."""
+    bound = inspect.signature(ALL[name]).bind(OPTIONS, *arguments)
+    bound.apply_defaults()
+    q, k = arguments[:2]
+    seed, offset = outputs[6:8] if len(outputs) == 9 else outputs[2:4]
+    given = {"cum_seq_q": None, "cum_seq_k": None, "max_q": q.shape[2], "max_k": k.shape[2]} | bound.arguments
+    given |= {"grad_out": outputs[0] if grad_out is None else grad_out, "grad_input_mask": [True] * 4}
+    given |= {"out": outputs[0], "logsumexp": outputs[1], "philox_seed": seed, "philox_offset": offset}
+    given |= {"rng_state": seed, "unused": offset}
+    _, *names = inspect.signature(ALL[backward_of(name)]).parameters.values()
+    return [given[x.name] for x in names if x.kind is x.POSITIONAL_OR_KEYWORD]
+
+
+@contextlib.contextmanager
+def by_reference():
+    """No kernel runs, and plans are other ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operators, "runs_kernels", lambda q: False)
-        known.forget()
-        found = function(OPTIONS, *arguments)
-    known.forget()
-    return found
+        machine.forget_plans(patch)
+        yield
+
+
+def with_reference(function, *arguments):
+    """What the operator returns where no kernel runs."""
+    with by_reference():
+        return function(OPTIONS, *arguments)
+
+
+def check_in_place(name, arguments, launchers):
+    """Outputs and gradients of an operator: their layouts, their values, and that nothing was copied."""
+    outputs = laid_out(name, arguments)
+    same(outputs, with_reference(ALL[name], *arguments))
+    assert launchers.written == [outputs[0].data_ptr()]
+    launchers.written.clear()
+    saved, backward = saved_of(name, arguments, outputs), backward_of(name)
+    grads = laid_out(backward, saved)
+    same(grads, with_reference(ALL[backward], *saved))
+    assert sorted(launchers.written) == sorted(x.data_ptr() for x in grads)
 
 
 @pytest.mark.parametrize("gap", [0, 8])
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_flash_writes_outputs_and_gradients_in_place(order, gap, launchers):
-    q, k, v = (
-        in_order((2, h, n, 16), order, seed=i, gap=gap) for i, (h, n) in enumerate(((4, 9), (2, 11), (2, 11)))
-    )
-    name, arguments = "_scaled_dot_product_flash_attention", (q, k, v, 0.0, True)
-    outputs = check(name, arguments, operators.flash_forward)
-    same(outputs, with_reference(operators.flash_forward, *arguments))
-    assert launchers.written == [outputs[0].data_ptr()]
-    saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 11, 0.0, True, outputs[6], outputs[7])
-    launchers.written.clear()
-    grads = check(name + "_backward", saved, operators.flash_backward)
-    same(grads, with_reference(operators.flash_backward, *saved))
-    assert sorted(launchers.written) == sorted(x.data_ptr() for x in grads)
+@pytest.mark.parametrize(
+    ("name", "shapes", "options"),
+    [(FLASH, ((2, 4, 9, 16), (2, 2, 11, 16), (2, 2, 11, 16)), (0.0, True)), (CUDNN, SHAPES, (None, True))],
+)
+def test_outputs_and_gradients_are_written_in_place(name, shapes, options, order, gap, launchers):
+    tensors = (in_order(shape, order, seed=i, gap=gap) for i, shape in enumerate(shapes))
+    check_in_place(name, (*tensors, *options), launchers)
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 11), (1, 1, 9, 11), (2, 1, 1, 11)])
@@ -182,11 +219,10 @@ def test_efficient_pads_lse_and_narrows_a_bias(shape, rows, launchers):
     bias[..., :1, 3:] = -math.inf
     expanded = bias.expand(2, 4, rows, 11)
     arguments = (q, k, v, expanded, True)
-    name = "_scaled_dot_product_efficient_attention"
-    outputs = check(name, arguments, operators.efficient_forward)
+    outputs = laid_out(EFFICIENT, arguments)
     assert (outputs[1][:, :, rows:] == math.inf).all() and launchers.written == [outputs[0].data_ptr()]
     same(outputs, with_reference(operators.efficient_forward, *arguments))
-    saved = (outputs[0], q, k, v, expanded, *outputs, 0.0, [True, True, True, True])
+    saved = saved_of(EFFICIENT, arguments, outputs)
     grads = operators.efficient_backward(OPTIONS, *saved)
     same(grads, with_reference(operators.efficient_backward, *saved))
     assert grads[3].shape == expanded.shape and grads[3].stride(2) % 16 == 0
@@ -195,39 +231,20 @@ def test_efficient_pads_lse_and_narrows_a_bias(shape, rows, launchers):
     assert operators.efficient_forward(OPTIONS, q, k, v, expanded, False)[1].shape == (2, 4, 0)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_cudnn_writes_outputs_and_gradients_in_place(order, launchers):
-    q, k, v = (
-        in_order((2, 4, n, d), order, seed=i) for i, (n, d) in enumerate(((9, 16), (11, 16), (11, 24)))
-    )
-    name, arguments = "_scaled_dot_product_cudnn_attention", (q, k, v, None, True)
-    outputs = check(name, arguments, operators.cudnn_forward)
-    assert launchers.written == [outputs[0].data_ptr()]
-    saved = (outputs[0], q, k, v, *outputs[:2], outputs[6], outputs[7], None, None, None, 9, 11, 0.0, False)
-    grads = check(name + "_backward", saved, operators.cudnn_backward)
-    same(grads, with_reference(operators.cudnn_backward, *saved))
-
-
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_packed_rows_are_written_in_place(heads_first, launchers):
     cu = torch.tensor([0, 5, 16], dtype=torch.int32)
     q, k = randn(16, 4, 16), randn(16, 2, 16, seed=1)
     if heads_first:
         q, k = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
-    arguments = (q, k, k, cu, cu, 11, 11, 0.0, True, False)
-    outputs = check("_flash_attention_forward", arguments, operators.rows_forward)
-    same(outputs, with_reference(operators.rows_forward, *arguments))
-    assert launchers.written == [outputs[0].data_ptr()]
-    saved = (outputs[0], q, k, k, *outputs[:2], cu, cu, 11, 11, 0.0, True, outputs[2], outputs[3])
-    grads = check("_flash_attention_backward", saved, operators.rows_backward)
-    same(grads, with_reference(operators.rows_backward, *saved))
+    check_in_place("_flash_attention_forward", (q, k, k, cu, cu, 11, 11, 0.0, True, False), launchers)
 
 
 def test_what_kernels_cannot_read_or_write_is_copied(launchers):
     turned = randn(2, 4, 16, 9).transpose(2, 3)  # a last stride of 9
     unaligned = randn(2, 4, 9, 24)[..., 1:17]
     for x in (turned, unaligned):
-        outputs = check("_scaled_dot_product_flash_attention", (x, x, x), operators.flash_forward)
+        outputs = laid_out(FLASH, (x, x, x))
         same(outputs, with_reference(operators.flash_forward, x, x, x))
     assert launchers.launches == 2
 
@@ -257,34 +274,25 @@ def records():
 
 
 def in_turn(name, *arguments):
-    """Outputs of a flash or memory-efficient forward, and gradients of its backward."""
-    forward = operators.OPERATORS[name][f"_scaled_dot_product_{name}_attention"]
-    backward = operators.OPERATORS[name][f"_scaled_dot_product_{name}_attention_backward"]
-    outputs = serve(forward, *arguments)
-    q, k, v, *rest = arguments
-    if name == "flash":
-        saved = (q, k, v, *outputs[:2], None, None, 9, 11, 0.0, False, outputs[6], outputs[7])
-    else:
-        saved = (q, k, v, rest[0], *outputs, 0.0, [True, True, True, False])
-    return [outputs[0], outputs[1], *serve(backward, outputs[0], *saved)[:3]]
+    """Outputs of an operator's forward, and gradients of its backward."""
+    outputs = serve(ALL[name], *arguments)
+    return [*outputs[:2], *serve(ALL[backward_of(name)], *saved_of(name, arguments, outputs))[:3]]
 
 
 def inputs_of(seed):
     return [randn(2, h, n, 16, seed=seed + i) for i, (h, n) in enumerate(((4, 9), (2, 11), (2, 11)))]
 
 
-@pytest.mark.parametrize("name", ["flash", "efficient"])
+@pytest.mark.parametrize("name", [FLASH, EFFICIENT])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
     launchers = Launchers(monkeypatch, prepared)
     found, wanted = [], []
     for seed in (0, 10, 20):
-        bias = [] if name == "flash" else [randn(1, 4, 9, 11, seed=seed).expand(2, 4, 9, 11), True]
+        bias = [] if name == FLASH else [randn(1, 4, 9, 11, seed=seed).expand(2, 4, 9, 11), True]
         arguments = (*inputs_of(seed), *bias)
         found.append(in_turn(name, *arguments))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "runs_kernels", lambda q: False)
-            machine.forget_plans(patch)
+        with by_reference():
             wanted.append(in_turn(name, *arguments))
     for ours, theirs in zip(found, wanted, strict=True):
         same(ours, theirs)
@@ -302,13 +310,10 @@ def test_dimensions_of_size_1_are_not_exchanged(heads, heads_kv, rows, order, mo
             for i, (h, n) in enumerate(((heads, rows), (heads_kv, 11), (heads_kv, 11)))
         )
         outputs = serve(operators.flash_forward, q, k, v)
-        saved = (outputs[0], q, k, v, *outputs[:2], None, None, rows, 11, 0.0, False, outputs[6], outputs[7])
+        saved = saved_of(FLASH, (q, k, v), outputs)
         grads = serve(operators.flash_backward, *saved)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(operators, "runs_kernels", lambda q: False)
-            machine.forget_plans(patch)
-            same(outputs[:1], operators.flash_forward(OPTIONS, q, k, v)[:1])
-            same(grads, operators.flash_backward(OPTIONS, *saved))
+        same(outputs[:1], with_reference(operators.flash_forward, q, k, v)[:1])
+        same(grads, with_reference(operators.flash_backward, *saved))
     assert len(records()) == 2
 
 
@@ -317,7 +322,7 @@ def test_an_unaligned_gradient_is_copied(launchers):
     outputs = operators.flash_forward(OPTIONS, q, k, v)
     grad = randn(q.numel() + 1)[1:].view(q.shape).copy_(outputs[0])
     for grad_out in (outputs[0], grad):
-        saved = (grad_out, q, k, v, *outputs[:2], None, None, 9, 11, 0.0, False, outputs[6], outputs[7])
+        saved = saved_of(FLASH, (q, k, v), outputs, grad_out)
         same(operators.flash_backward(OPTIONS, *saved), with_reference(operators.flash_backward, *saved))
         outputs = operators.flash_forward(OPTIONS, q, k, v)
 
@@ -333,7 +338,7 @@ def test_alignment_and_determinism_are_part_of_a_plan(launchers):
     out = operators.flash_forward(OPTIONS, shifted, k, v)[0]
     same([out], [with_reference(operators.flash_forward, shifted, k, v)[0]])
     outputs = operators.flash_forward(OPTIONS, q, k, v)
-    saved = (outputs[0], q, k, v, *outputs[:2], None, None, 9, 9, 0.0, False, outputs[6], outputs[7])
+    saved = saved_of(FLASH, (q, k, v), outputs)
     before = len(known._plans)
     for wanted in (False, True, False):
         torch.use_deterministic_algorithms(wanted)

@@ -6,6 +6,7 @@ The functions' arguments are those of transformers 5.22 and 5.23.
 import functools
 import inspect
 import math
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -92,23 +93,13 @@ def test_padding(window):
     torch.testing.assert_close(out, plain(q, k, v, padding[:, None, None, :].expand(2, 1, 6, 6)))
 
 
-@pytest.mark.parametrize("mask", [None, torch.ones(2, 6).bool(), band(6, 6).expand(2, 1, 6, 6)])
-def test_compiles_into_one_graph(mask):
-    torch.compiler.reset()
-    q, k, v = heads()
-    module = torch.nn.Module()
-    module.is_causal, module.layer_idx = True, 0
-
-    def f(q, k, v, mask):
-        return hf.attention_forward(module, q, k, v, mask, sliding_window=3)[0]
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v, mask), f(q, k, v, mask))
-
-
 ONE = randn(1, 2, 4, 8)
 SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], sliding_window=7)
 WRONG = """
+register("my_flash") -> ValueError: accepted: one without 'flash'
+register("a/b") -> ValueError: accepted: one without 'flash'
+register("x|y") -> ValueError: accepted: one without 'flash'
+register(3) -> TypeError: name is 3; accepted: text
 forward(cache=1) -> NotImplementedError: cache is an int; accepted: None, since
 forward(output_attentions=True) -> NotImplementedError: output_attentions is True; accepted: False
 forward(attention_mask=torch.ones(1, 3).bool())
@@ -123,7 +114,7 @@ forward(is_causal=False, sliding_window=3) -> ValueError: sliding_window is 3 wi
 @refusals.each(WRONG)
 def test_what_is_not_understood_raises(call, sentence):
     given = {"module": layer(), "query": ONE, "key": ONE, "value": ONE, "attention_mask": None}
-    names = {"forward": lambda **changes: hf.attention_forward(**given | changes)}
+    names = {"forward": lambda **changes: hf.attention_forward(**given | changes), "register": hf.register}
     refusals.check(call, sentence, globals() | names)
 
 
@@ -196,18 +187,18 @@ def test_padding_of_fewer_keys_than_there_are(sdpa_mask):
 # ---- registration ----
 
 
+class Interface:
+    """As transformers' registries."""
+
+    def __init__(self):
+        self.functions = {}
+
+    def register(self, name, function):
+        self.functions[name] = function
+
+
 def test_register_adds_both_functions(sdpa_mask, monkeypatch):
-    class Interface:
-        """As transformers' registries: a mapping of the class."""
-
-        def __init_subclass__(cls):
-            cls.functions = {}
-
-        @classmethod
-        def register(cls, name, function):
-            cls.functions[name] = function
-
-    masks, functions = type("Masks", (Interface,), {}), type("Functions", (Interface,), {})
+    masks, functions = Interface(), Interface()
     modeling = ModuleType("transformers.modeling_utils")
     modeling.AttentionInterface = functions
     monkeypatch.setitem(sys.modules, "transformers.modeling_utils", modeling)
@@ -216,11 +207,6 @@ def test_register_adds_both_functions(sdpa_mask, monkeypatch):
     hf.register()
     assert functions.functions == {"cute_attn": hf.attention_forward}
     assert masks.functions == {"cute_attn": hf.attention_mask}
-    for name in ("my_flash", "a/b", "x|y"):
-        with pytest.raises(ValueError, match="accepted: one without 'flash'"):
-            hf.register(name)
-    with pytest.raises(TypeError, match="name is 3; accepted: text"):
-        hf.register(3)
 
 
 def test_register_without_transformers(monkeypatch):
@@ -243,77 +229,70 @@ MODELS = {
     "Qwen3": {},
     "GptOss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
+IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
 
 
-def models(name):
+def both(model, sizes):
     """The same random model with eager attention and with ours."""
     import transformers
 
     hf.register()
-    both = []
+    made = []
     for implementation in ("eager", hf.NAME):
-        config = getattr(transformers, f"{name}Config")(**SMALL, **MODELS[name])
-        make = getattr(transformers, f"{name}ForCausalLM")._from_config
+        config = getattr(transformers, re.sub("Model$|ForCausalLM$", "Config", model))(**sizes)
         torch.manual_seed(0)
-        both.append(make(config, attn_implementation=implementation).eval())
-    both[1].load_state_dict(both[0].state_dict())
-    assert both[1].config._attn_implementation == hf.NAME and both[0].config._attn_implementation == "eager"
-    return both
+        made.append(
+            getattr(transformers, model)._from_config(config, attn_implementation=implementation).eval()
+        )
+    made[1].load_state_dict(made[0].state_dict())
+    assert [x.config._attn_implementation for x in made] == ["eager", hf.NAME]
+    return made
+
+
+def models(name):
+    return both(f"{name}ForCausalLM", SMALL | MODELS[name])
+
+
+def hidden(*rows):
+    """An attention mask of ``IDS`` that hides some of the first sequence."""
+    mask = torch.ones_like(IDS)
+    mask[0, slice(*rows)] = 0
+    return mask
 
 
 @needs_transformers
-@pytest.mark.parametrize("side", ["", "left", "right"])
+@pytest.mark.parametrize("rows", [(0,), (0, 4), (7, None)], ids=["", "left", "right"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_equals_eager(name, side):
-    eager, ours = models(name)
-    ids = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if side:
-        mask[0, slice(0, 4) if side == "left" else slice(7, None)] = 0
-    logits, grads = [], []
-    for model in (eager, ours):
-        found = model(ids, attention_mask=mask).logits[mask.bool()]
-        logits.append(found)
-        grads.append(torch.autograd.grad(found.square().sum(), model.parameters()))
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+def test_a_model_equals_eager(name, rows):
+    mask, found = hidden(*rows), []
+    for model in models(name):
+        logits = model(IDS, attention_mask=mask).logits[mask.bool()]
+        found.append((logits, torch.autograd.grad(logits.square().sum(), model.parameters())))
+    (eager, ours) = found
+    torch.testing.assert_close(ours[0], eager[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours[1], eager[1], rtol=1e-3, atol=1e-3)
 
 
-def encoders():
-    """Functions of a made model and its configuration: padding in both directions, cross-attention, images."""
-    sizes = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
-    sizes |= {"num_attention_heads": 4}
-    ids = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, 7:] = 0
-    sides = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIDES.items()}
-    bart = {"vocab_size": 97, "d_model": 48, "max_position_embeddings": 64} | sides
-    vit = sizes | {"image_size": 32, "patch_size": 8}
-    masked = {"input_ids": ids, "attention_mask": mask}
-    return {
-        "BertModel": (sizes | {"vocab_size": 97}, lambda model: model(**masked).last_hidden_state[mask.bool()]),
-        "ViTModel": (vit, lambda model: model(torch.ones(1, 3, 32, 32)).last_hidden_state),
-        "BartModel": (bart, lambda model: model(**masked, decoder_input_ids=ids[:, :6]).last_hidden_state),
-    }  # fmt: skip
-
-
+WIDTHS = {name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+WIDTHS |= {"num_attention_heads": 4}
 SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}
+BART = {"vocab_size": 97, "d_model": 48, "max_position_embeddings": 64}
+BART |= {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in SIDES.items()}
+PADDED = {"input_ids": IDS, "attention_mask": hidden(7, None)}
+# Padding in both directions, images, cross-attention: sizes, inputs.
+ENCODERS = {
+    "BertModel": (WIDTHS | {"vocab_size": 97}, PADDED),
+    "ViTModel": (WIDTHS | {"image_size": 32, "patch_size": 8}, {"pixel_values": torch.ones(1, 3, 32, 32)}),
+    "BartModel": (BART, PADDED | {"decoder_input_ids": IDS[:, :6]}),
+}
 
 
 @needs_transformers
-@pytest.mark.parametrize("name", ["BertModel", "ViTModel", "BartModel"])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoder_equals_eager(name):
-    import transformers
-
-    hf.register()
-    sizes, run = encoders()[name]
-    found = []
-    for implementation in ("eager", hf.NAME):
-        config = getattr(transformers, name.replace("Model", "Config"))(**sizes)
-        torch.manual_seed(0)
-        model = getattr(transformers, name)._from_config(config, attn_implementation=implementation)
-        found.append(run(model.eval()))
+    sizes, given = ENCODERS[name]
+    shown = PADDED["attention_mask"].bool() if name == "BertModel" else slice(None)
+    found = [model(**given).last_hidden_state[shown] for model in both(name, sizes)]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
@@ -321,20 +300,15 @@ def test_an_encoder_equals_eager(name):
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_equals_eager(name, cache):
-    eager, ours = models(name)
-    ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
     options = {"max_new_tokens": 9, "do_sample": False, "cache_implementation": cache}
-    options |= {"attention_mask": mask, "disable_compile": True}
-    tokens = [model.generate(ids, **options) for model in (eager, ours)]
-    assert torch.equal(*tokens)
+    options |= {"attention_mask": hidden(0, 3)[:, :7], "disable_compile": True}
+    assert torch.equal(*(model.generate(IDS[:, :7], **options) for model in models(name)))
 
 
 @needs_transformers
 def test_packed_position_ids_equal_eager():
     eager, ours = models("Llama")
-    ids = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(1))
+    ids = IDS[:1, :9]
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     logits = [model(ids, position_ids=positions, use_cache=False).logits for model in (eager, ours)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
 
 from cute_attn import attention, attention_varlen
+from tests import refusals
 
 SHAPES = {"q": (2, 5, 4, 8), "k": (2, 6, 2, 8), "v": (2, 6, 2, 4)}
 
@@ -64,6 +66,13 @@ def pulled_back(q, k, v):
     return vmap(pull)(torch.stack([out.cos(), out.sin()]))
 
 
+def dual(tensors, dots):
+    with forward_ad.dual_level():
+        return tuple(
+            forward_ad.unpack_dual(attention(*map(forward_ad.make_dual, tensors, dots), causal=True))
+        )
+
+
 def score(s, b, h, i, j):
     return s * 0.5 + (i - j)
 
@@ -77,6 +86,8 @@ TRANSFORMED = {
     "grad of jvp": lambda q, k, v: grad(
         lambda x: jvp(lambda y: attention(y, k[0], v[0]), (x,), (q[1],))[0].sin().sum()
     )(q[0]),
+    "jvp": lambda *x: jvp(attention, tuple(y[0] for y in x), tuple(y[1] for y in x)),
+    "dual level": lambda *x: dual([y[0] for y in x], [y[1] for y in x]),
     "functions": lambda *x: vmap(grad(lambda *y: loss(*y, score_mod=score)))(*x),
 }
 
@@ -116,21 +127,15 @@ def test_gradients_of_each_call(name, batched):
     at = 0 if batched else None
     found = vmap(grad(own, argnums=(0, 1)), (0, at, 0, 0, at))(q, wanted, k, v, fixed)
 
-    def leaves(x, i):
-        return {key: (y[i] if batched else y).clone().requires_grad_(key in by) for key, y in x.items()}
+    def of_call(i):
+        leaf = q[i].clone().requires_grad_()
+        more = {key: (x[i] if batched else x).clone().requires_grad_(key in by) for key, x in extra.items()}
+        return torch.autograd.grad(run(leaf, k[i], v[i], more), [leaf, *(more[key] for key in by)])
 
-    expected_q, expected = [], {key: [] for key in by}
-    for i in range(3):
-        leaf, others = q[i].clone().requires_grad_(), leaves(extra, i)
-        grads = torch.autograd.grad(run(leaf, k[i], v[i], others), [leaf, *(others[key] for key in by)])
-        expected_q.append(grads[0])
-        for key, x in zip(by, grads[1:], strict=True):
-            expected[key].append(x)
-    same(found[0], torch.stack(expected_q))
-    for key in by:
-        same(found[1][key], torch.stack(expected[key]))
+    expected = [torch.stack(x) for x in zip(*map(of_call, range(3)), strict=True)]
+    same([found[0], *(found[1][key] for key in by)], expected)
     total = grad(lambda x: vmap(run, (0, 0, 0, at))(x, k, v, extra).sum())(q)
-    same(total, torch.stack(expected_q))
+    same(total, expected[0])
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
@@ -181,16 +186,18 @@ def test_the_softmax():
     same(found[1].sum(-1), torch.ones(3, 2, 4, 5, dtype=torch.float64))
 
 
-def test_wrong_calls():
-    q, k, v = inputs(3)
-    with pytest.raises(ValueError, match=r"k has head_dim 7; accepted: 8"):
-        vmap(lambda *x: attention(*x))(q, k[..., :7], v)
-    with pytest.raises(ValueError, match='randomness "error" with dropout; accepted: "same" or'):
-        vmap(lambda *x: attention(*x, dropout_p=0.5, rng_state=torch.tensor([3, 4])))(q, k, v)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        grad(lambda x: grad(loss)(x, k[0], v[0]).sum())(q[0])
-    with pytest.raises(NotImplementedError, match="alibi_slopes"):
-        grad(lambda x: loss(q[0], k[0], v[0], alibi_slopes=x))(randn(4))
+WRONG = """
+vmap(attention)(q, k[..., :7], v) -> ValueError: k has head_dim 7; accepted: 8
+vmap(lambda *x: attention(*x, dropout_p=0.5, rng_state=torch.tensor([3, 4])))(q, k, v)
+    -> ValueError: randomness "error" with dropout; accepted: "same" or
+grad(lambda x: grad(loss)(x, k[0], v[0]).sum())(q[0]) -> NotImplementedError: second derivative
+grad(lambda x: loss(q[0], k[0], v[0], alibi_slopes=x))(randn(4)) -> NotImplementedError: alibi_slopes
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_calls(call, sentence):
+    refusals.check(call, sentence, globals() | dict(zip("qkv", inputs(3), strict=True)))
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "sinks", "dropout", "packed"])
