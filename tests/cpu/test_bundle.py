@@ -16,7 +16,7 @@ from cute_attn.compiler import bundle, cache, compiled, fingerprint
 from cute_attn.compiler.bundle import BundleUnusable, open_bundle
 from cute_attn.compiler.cache import CUBIN, LIBRARY
 from cute_attn.lab import bundles
-from tests import processes, toy  # noqa: F401  # registers the kernel
+from tests import processes, refusals, toy  # noqa: F401  # registers the kernel
 from tests.conftest import forget
 
 APPEND, SECOND, FORWARD = (
@@ -112,6 +112,17 @@ def found(made, tmp_path_factory):
     return json.loads(done.stdout)
 
 
+MISSING = {
+    "not bundled": "forward-sm80-bf16-d64 for sm80 with tile tile_m=128,...does not hold it, and building kernels "
+    "needs nvidia-cutlass-dsl, which is not",
+    "cache not bundled": "kvcache-sm80-bf16-d64",
+    "no CUDA runtime": "undefined symbol: cuda",
+    "a call of the DSL": "RuntimeError: building kernels needs nvidia-cutlass-dsl",
+    "ptx": "append-sm80-bf16-d64 comes from a bundle, which holds no PTX",
+}
+"""What a process without the DSL lacks, by one sentence each."""
+
+
 def test_calls_need_no_compiler(found):
     """On the CPU; on a GPU they take kernels of the bundle, which check arguments and report the runtime's errors."""
     assert found["import cutlass"] == "ModuleNotFoundError: No module named 'cutlass'"
@@ -123,21 +134,8 @@ def test_calls_need_no_compiler(found):
     failed = "RuntimeError: Got Cuda Runtime Error: cudaGetErrorName cudaGetErrorString"
     assert found["append on a GPU"] == failed
     assert found["registers"] == build().resources.registers and found["how built"] == "from a bundle"
-
-
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("not bundled", "forward-sm80-bf16-d64 for sm80 with tile tile_m=128,"),
-        ("not bundled", "does not hold it, and building kernels needs nvidia-cutlass-dsl, which is not"),
-        ("cache not bundled", "kvcache-sm80-bf16-d64"),
-        ("no CUDA runtime", "undefined symbol: cuda"),
-        ("a call of the DSL", "RuntimeError: building kernels needs nvidia-cutlass-dsl"),
-        ("ptx", "append-sm80-bf16-d64 comes from a bundle, which holds no PTX"),
-    ],
-)
-def test_what_is_missing_is_one_sentence(found, what, text):
-    assert text in found[what] and "\n" not in found[what]
+    for what, text in MISSING.items():
+        refusals.check_sentence(found[what], text)
 
 
 # ---- where there is a compiler ----
@@ -276,23 +274,6 @@ def test_a_bundle_is_replaced_and_nothing_else_is(copy):
     stale = archive(copy, 1)
     list(bundles.make_bundle(REQUESTS[:1], copy))
     assert not stale.exists() and list(open_bundle(str(copy)).kernels) == [key()]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((APPEND.name, "--all"), "given: NAMEs and --all; accepted: NAMEs, --all or --like"),
-        ((APPEND.name, "--target", "sm80,sm70"), "--target is 'sm80,sm70'; accepted: some of sm80, sm86"),
-        (("append-sm90-bf16-d64", "--target", "sm80"), "append-sm90 runs on sm90, not on sm80"),
-        (("--all", "--tile", "tile_n=64"), "--tile is 'tile_n=64'; accepted with NAMEs only"),
-        (("forward-sm80:toy-bf16-d64",), "a variant is registered by the file that defines it (--load FILE)"),
-        (("--like", "pyproject.toml"), "--like is 'pyproject.toml', which cannot be read as one ("),
-    ],
-)
-def test_wrong_commands(tmp_path, arguments, text):
-    done = processes.run("-m", "cute_attn", "bundle", *arguments, "-o", str(tmp_path / "made"))
-    assert done.returncode == 2 and text in done.stderr, done.stderr
-    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("name", ["made.whl", ".", "/proc/none"])

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cute_attn import defaults, lookup
+from cute_attn import __version__, defaults, lookup
 from cute_attn.compiler import registry
 from cute_attn.traits import FEATURES
 from tests import processes, refusals, toy  # noqa: F401  # registers the kernel
@@ -115,6 +115,10 @@ def test_features_are_listed_and_explained(run):
     assert len(ok(run("explain", *words)).splitlines()) >= 4 + len(words)
     text = ok(run("--load", "examples/custom_epilogue.py", "explain", "relative_position"))
     assert "relative_position" in text
+
+
+def test_the_version(run):
+    assert ok(run("--version")) == f"cute-attn {__version__}\n"
 
 
 def test_doctor(run, tmp_path):
@@ -271,6 +275,10 @@ def test_an_error_in_a_loaded_file_has_its_line(run, tmp_path):
     assert "KeyError: 'missing'" in shown
     assert "frames of installed packages are hidden; -v shows them" in shown[-1]
     assert "cli/main.py" in run("-v", "--load", str(file), "compile", "forward-sm80-bf16-d64-broken").stderr
+    file.write_text("x = 1 +\n")
+    done = run("--load", str(file), "list")
+    assert done.returncode == 2 and done.stderr.endswith("SyntaxError: invalid syntax\n")
+    assert done.stderr.startswith(f'error in a loaded file:\n  File "{file}", line 1')
 
 
 @pytest.mark.slow
@@ -282,16 +290,6 @@ def test_a_verdict_says_what_a_function_costs(run, tmp_path):
     assert re.search(
         r"^plus costs \d\.\d\d of the \d+\.\d\d instructions per element\. By its code", ok(done), re.M
     )
-
-
-def test_a_loaded_file_that_does_not_parse_has_its_line(run, tmp_path):
-    file = tmp_path / "broken.py"
-    file.write_text("x = 1 +\n")
-    done = run("--load", str(file), "list")
-    assert done.returncode == 2 and done.stderr.startswith(
-        f'error in a loaded file:\n  File "{file}", line 1'
-    )
-    assert done.stderr.endswith("SyntaxError: invalid syntax\n")
 
 
 def test_the_cache_switched_off(run):

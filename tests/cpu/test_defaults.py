@@ -11,7 +11,7 @@ from cute_attn.lab import sass
 from cute_attn.lab.proxies import proxy_order
 from cute_attn.lab.sass import BYTES, Code, StepNotFound
 from cute_attn.traits import BLOCK_OPS, PADDED_TENSORS, SPLIT_TENSORS, Traits
-from tests.defaults import Default, cover, covering, every, representative
+from tests.defaults import Default, cover, covering, every
 
 # Instructions that kernels must have, in PTX and in SASS.
 PTX = {
@@ -172,27 +172,6 @@ def test_lanes_take_the_same_branches(name):
     """
     sass = compile(name, None, "sm80").sass
     assert "SHFL" in sass and "BRA.DIV" not in sass and "BRA.CONV" not in sass
-
-
-def test_every_default_has_the_ampere_kernels_for_each_size_of_shared_memory():
-    whole = set(every())
-    assert {d for d in representative() if d.traits.arch == "sm90"} < whole
-    ampere = {(d.traits, d.lengths) for d in whole if d.traits.arch == "sm80"}
-    assert len(ampere) > 140
-    assert not [d for d in ampere for t in ("sm80", "sm86", "sm90") if Default(d[0], t, d[1]) not in whole]
-
-
-def test_the_cover_has_what_costs_registers_on_each_everyday_ampere_kernel():
-    found = {
-        (d.traits.op, d.traits.head_dim, feature)
-        for d in COVER
-        if d.target == d.traits.arch == "sm80"
-        for feature in ("dropout", "softcap", "alibi", "bias", "varlen", "windowed", "causal")
-        if getattr(d.traits, feature)
-    }
-    features = {"dropout", "softcap", "alibi", "bias", "varlen", "windowed", "causal"}
-    wanted = {(op, dim, f) for op in ("forward", "backward") for dim in (64, 128) for f in features}
-    assert wanted <= found
 
 
 def test_few_queries_and_little_work_have_tiles_of_their_own():

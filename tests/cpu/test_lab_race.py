@@ -1,16 +1,17 @@
 """A/Bs and races on a simulated card; the checks against the reference on the CPU, where kernels are the reference."""
 
 import pytest
-import torch
 
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.card import Contender, Wrong
 from cute_attn.lab.race import ab, fastest
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
+from tests import refusals
 from tests.simulated_card import SimulatedCard
 
 NAME = "forward-sm90-bf16-d128"
+TRAITS = Traits.parse(NAME)
 DEFAULT, NARROW = Contender(NAME), Contender(NAME, "tile_n=112")
 
 
@@ -46,19 +47,22 @@ def test_a_wrong_kernel_is_not_timed():
     assert not simulated.sampled
 
 
-def test_wrong_calls():
-    with pytest.raises(ValueError, match="a and b are peers; accepted: at least one kernel"):
-        ab("fa4", "fa3", card=card())
-    with pytest.raises(
-        ValueError, match=r"the kernel or peer is 'fa5'; accepted: a peer \(fa2, mem_efficient, cudnn"
-    ):
-        ab(NAME, "fa5", card=card())
-    declines = card(options={"failing": {Contender(peer="fa4"): peers.Declined("FA4 has no bias")}})
-    with pytest.raises(ValueError, match=r"fa4 does not run fwd-.*: FA4 has no bias"):
-        ab(NAME, "fa4", card=declines)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="there is no GPU"):
-            ab(NAME, NAME)
+DECLINING = {"failing": {Contender(peer="fa4"): peers.Declined("FA4 has no bias")}}
+WRONG = """
+ab("fa4", "fa3", card=card()) -> ValueError: a and b are peers; accepted: at least one kernel
+ab(NAME, "fa5", card=card()) -> ValueError: the kernel or peer is 'fa5'; accepted: a peer (fa2, mem_efficient, cudnn
+ab(NAME, "fa4", card=card(options=DECLINING)) -> ValueError: fa4 does not run fwd-...: FA4 has no bias
+parse("", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+parse("b2-s8192-causal", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+parse("x3", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+parse("fwd-bf16-d64-b2-s8192-h16", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+parse("s12y", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+"""
+
+
+@refusals.each(WRONG)
+def test_wrong_calls(call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 # ---- races ----
@@ -97,9 +101,3 @@ def test_workloads_by_text(name, text, expected):
         assert parse(expected, traits) == workload
     for default in default_workloads(traits):
         assert default.traits(traits.arch) == traits
-
-
-@pytest.mark.parametrize("text", ["", "b2-s8192-causal", "x3", "fwd-bf16-d64-b2-s8192-h16", "s12y"])
-def test_wrong_workloads(text):
-    with pytest.raises(ValueError, match=r"workload has .*; accepted: bBATCH, sSEQLEN\[xSEQLEN_K\]"):
-        parse(text, Traits.parse(NAME))

@@ -1,12 +1,13 @@
 """The static rank: its parts by hand, and pairs of tiles whose winner bench/notes.md states."""
 
-import dataclasses
+from dataclasses import replace  # noqa: F401  # in wrong calls
 
 import pytest
 
-from cute_attn.lab.benchmark.workload import Workload, standard, visible_pairs
+from cute_attn.lab.benchmark.workload import Workload, standard, visible_pairs  # noqa: F401
 from cute_attn.lab.rank import LATENCY, estimate, makespan, work_tiles
 from cute_attn.lab.verdict import Clocks, StepCost, Verdict, verdict
+from tests import refusals
 from tests.measured_pairs import PAIRS, Pair
 
 
@@ -56,25 +57,16 @@ def test_list_scheduling():
     assert makespan({2.0: many}, 100) == pytest.approx(2 * many / 100, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "changes, load, message",
-    [
-        ({"reason": "it is too large"}, None, "nothing to estimate: it is too large"),
-        ({"step": None, "no_step": "it has no loop"}, None, "nothing to estimate: it has no loop"),
-        ({"tile": "values=3"}, LOAD, "tile is 'values=3'; accepted for an estimate"),
-        (
-            {},
-            standard(64, 512, op="backward"),
-            "accepted: one of forward, which forward-sm90-bf16-d64 computes",
-        ),
-    ],
-)
-def test_a_wrong_call_is_one_sentence(changes, load, message):
-    with pytest.raises(ValueError) as error:
-        estimate(dataclasses.replace(PLAIN, **changes), load)
-    assert message in str(error.value) and "\n" not in str(error.value)
+WRONG = """
+estimate(replace(PLAIN, reason="it is too large")) -> ValueError: nothing to estimate: it is too large
+estimate(replace(PLAIN, step=None, no_step="it has no loop")) -> ValueError: nothing to estimate: it has no loop
+estimate(replace(PLAIN, tile="values=3"), LOAD) -> ValueError: tile is 'values=3'; accepted for an estimate
+estimate(PLAIN, standard(64, 512, op="backward"))
+    -> ValueError: accepted: one of forward, which forward-sm90-bf16-d64 computes
+estimate(3) -> TypeError: verdict is 3; accepted: what cute_attn
+"""
 
 
-def test_only_a_verdict_is_estimated():
-    with pytest.raises(TypeError, match="verdict is 3; accepted: what cute_attn"):
-        estimate(3)
+@refusals.each(WRONG)
+def test_a_wrong_call_is_one_sentence(call, sentence):
+    refusals.check(call, sentence, globals())

@@ -65,28 +65,6 @@ def test_names_of_rows_are_their_own():
         assert len(set(names)) == len(names), kernel
 
 
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"measured": "", "built": "", "like": ""}, "neither measured nor built"),
-        ({"measured": "fast"}, "measured is 'fast'"),
-        ({"measured": "340 TFLOP/s on fwd-bf16-d64-b1-s512-h1; H200"}, "measured is"),
-        ({"measured": "", "like": ""}, "names no measured row"),
-        ({"measured": "", "like": "nowhere"}, "names no measured row"),
-        ({"measured": "", "like": "d96"}, "names no measured row"),
-        ({"measured": "", "like": "kvcache_sm80/d64"}, "names no measured row"),
-        (
-            {"measured": "", "built": "forward-sm80-bf16-d64 on sm80: 255 registers, 9 bytes, 4 spills"},
-            "which spills",
-        ),
-    ],
-)
-def test_a_row_without_evidence_is_found(changes, what):
-    row = next(row for row in TABLES["forward_sm80"].rows if row.name == "d96")
-    assert missing("forward_sm80", row, TABLES) == ""
-    assert what in missing("forward_sm80", row._replace(**changes), TABLES)
-
-
 def test_measured_speeds_are_on_record():
     files = [*(ROOT / "bench/results").glob("*.json"), *(ROOT / "bench").glob("*.md")]
     texts = [path.read_text() for path in files]
