@@ -89,29 +89,6 @@ def index(folder):
 # ---- a machine without a compiler ----
 
 
-@pytest.fixture(scope="module")
-def found(made, tmp_path_factory):
-    """What a process without the DSL finds, by the sentences of ``tests/without_compiler.py``."""
-    folder = tmp_path_factory.mktemp("runtime")
-    library = open_bundle(str(made)).get(key()).files[LIBRARY]
-    (folder / "kernel.so").write_bytes(library)
-    undefined = subprocess.check_output(
-        ["nm", "--dynamic", "--undefined-only", folder / "kernel.so"], text=True
-    )
-    names = {name for name in undefined.split() if name.startswith("cuda")}
-    texts = {"cudaGetErrorName", "cudaGetErrorString"}
-    failing = [f"int {name}(void) {{ return 35; }}" for name in names - texts]
-    source = [*failing, *(f'const char *{name}(int e) {{ return "{name}"; }}' for name in texts)]
-    (folder / "runtime.c").write_text("\n".join(source))
-    stub = folder / "runtime.so"
-    subprocess.run(
-        [*bundles.compiler(), "-w", "-shared", "-fPIC", "-o", stub, folder / "runtime.c"], check=True
-    )
-    done = processes.alone("-m", "tests.without_compiler", stub, environment={bundle.VARIABLE: str(made)})
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 MISSING = {
     "not bundled": "forward-sm80-bf16-d64 for sm80 with tile tile_m=128,...does not hold it, and building kernels "
     "needs nvidia-cutlass-dsl, which is not",
@@ -123,8 +100,28 @@ MISSING = {
 """What a process without the DSL lacks, by one sentence each."""
 
 
-def test_calls_need_no_compiler(found):
-    """On the CPU; on a GPU they take kernels of the bundle, which check arguments and report the runtime's errors."""
+def test_calls_need_no_compiler(made, tmp_path):
+    """On the CPU; on a GPU they take kernels of the bundle, which check arguments and report the runtime's errors.
+
+    A process without the DSL says what it finds, by the sentences of ``tests/without_compiler.py``.
+    """
+    library = open_bundle(str(made)).get(key()).files[LIBRARY]
+    (tmp_path / "kernel.so").write_bytes(library)
+    undefined = subprocess.check_output(
+        ["nm", "--dynamic", "--undefined-only", tmp_path / "kernel.so"], text=True
+    )
+    names = {name for name in undefined.split() if name.startswith("cuda")}
+    texts = {"cudaGetErrorName", "cudaGetErrorString"}
+    failing = [f"int {name}(void) {{ return 35; }}" for name in names - texts]
+    source = [*failing, *(f'const char *{name}(int e) {{ return "{name}"; }}' for name in texts)]
+    (tmp_path / "runtime.c").write_text("\n".join(source))
+    stub = tmp_path / "runtime.so"
+    subprocess.run(
+        [*bundles.compiler(), "-w", "-shared", "-fPIC", "-o", stub, tmp_path / "runtime.c"], check=True
+    )
+    done = processes.alone("-m", "tests.without_compiler", stub, environment={bundle.VARIABLE: str(made)})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["import cutlass"] == "ModuleNotFoundError: No module named 'cutlass'"
     assert not found["cutlass is found"] and not found["cutlass is loaded"]
     assert found["attention on the CPU"] and found["planned"] == FORWARD.name

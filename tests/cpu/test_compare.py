@@ -7,22 +7,18 @@ import pytest
 from cute_attn import compiler
 from cute_attn.lab import revision
 from cute_attn.lab.compare import MOST_ROWS, Row, compare
-from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
+from cute_attn.lab.sass import Loop, Step
 from cute_attn.lab.verdict import Verdict, verdict
 from cute_attn.traits import Traits
 from tests import refusals, toy
+from tests.listings import instructions
 
 SMALL = "forward-sm80-bf16-d32-causal"
 
 
 def step(*lines: str, line: int = 0) -> Step:
     """Instructions such as ``"FADD R1, R2"``, once each; all from one source line."""
-    made = []
-    for n, text in enumerate(lines):
-        name, _, operands = text.partition(" ")
-        opcode, *modifiers = name.split(".")
-        given = (tuple(modifiers), tuple(operands.split(", ")), "", 1, (), __file__, line)
-        made.append(Instruction(BYTES * n, opcode, *given))
+    made = instructions(*lines, file=__file__, line=line)
     return Step(Loop(0, frozenset({0})), tuple((i, 1) for i in made), 1)
 
 

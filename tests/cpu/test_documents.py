@@ -4,6 +4,7 @@ Commands that need no GPU run, on kernels that other tests build too; those that
 """
 
 import importlib.util
+import inspect
 import itertools
 import json
 import pkgutil
@@ -15,10 +16,13 @@ import pytest
 import typer
 import typer.core
 
+import cute_attn
+import layouts
 from cute_attn.cli import options
 from cute_attn.cli.main import app
 from cute_attn.compiler import registry
 from cute_attn.traits import Traits
+from docs import architecture, site
 from tests import processes
 from tests.defaults import covering
 
@@ -155,15 +159,10 @@ def test_a_module_exists_and_has_its_options(command):
         assert options <= set(re.findall(r"--?[\w-]+", text)), text
 
 
-def test_make_has_its_targets(pytestconfig):
+def test_make_has_its_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = words_after("make")
     assert {words[0] for words in named.values()} <= targets and len(named) > 5
-    to_pytest = [words for words in named.values() if not words[0].startswith("bench")]
-    options = [word for words in to_pytest for word in " ".join(words[1:]).split() if "--" in word]
-    assert options
-    for option in options:
-        pytestconfig.getoption(option.rpartition("=")[2])  # raises ValueError for one that does not exist
 
 
 def test_files_exist():
@@ -261,3 +260,44 @@ def test_places_in_the_sources_exist():
     places = set(re.findall(r"`([\w/]+\.py)::([\w.]+)`", TEXT))
     assert len(places) > 60
     assert [place for place in places if not defines(*place)] == []
+
+
+# ---- what scripts generate of the documents is what they generate today ----
+
+
+def test_the_picture_is_of_todays_imports_which_point_down():
+    """No cycle, and kernels import nothing of the host, nor the host anything of a door."""
+    drawn = json.loads((ROOT / architecture.DATA).read_text())
+    assert drawn == architecture.imports(), "python -m docs.architecture --write"
+    assert set(architecture.levels(drawn)) == set(drawn)
+    assert not {"compiler", "host", "api"} & set(drawn["kernels"])
+    assert not {"api", "sdpa", "flash_attn", "transformers", "lab", "cli"} & set(drawn["host"])
+
+
+def test_the_support_tables_are_the_registrys():
+    done = processes.run("-m", "docs.support")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in (ROOT / "docs/support.md").read_text(), "python -m docs.support --write"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| `causal`")]
+    assert lines == ["| `causal` | 576 | 512 | 576 | 512 | 512 | 512 |"]
+
+
+def test_the_page_of_functions_has_every_public_name_once_and_links_lead_to_it():
+    entries = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    public = {f"cute_attn.{name}" for name in cute_attn.__all__ if name != "__version__"}
+    public |= {f"layouts.{name}" for name in layouts.__all__ if name != "BANKS"}
+    assert public <= set(entries) and len(entries) == len(set(entries))
+    assert not [name for name in entries if "._" in name]
+    assert [name for name in entries if len(inspect.getdoc(pkgutil.resolve_name(name))) <= 40] == []
+    pages = [path for path in site.files() if path.suffix == ".md"]
+    links = [link for path in pages for link in re.findall(r"api\.md#([\w.]+)", (ROOT / path).read_text())]
+    assert links and set(links) <= set(entries)
+
+
+def test_a_notebook_is_a_page_with_its_outputs(tmp_path):
+    site.copy(tmp_path)
+    page = (tmp_path / "examples/tour/level3.md").read_text()
+    assert "\n# Level 3: " in page and page.count("```python\n") == 6 and page.count("</pre>") == 2
+    assert page.count("<img") == 1 and "```text\n'No GPU here: nothing was compared.'\n```" in page
+    linking = [path for path in tmp_path.rglob("*.md") if ".ipynb)" in path.read_text()]
+    assert not linking and "](../examples/tour/level3.md)" in (tmp_path / "docs/tour.md").read_text()

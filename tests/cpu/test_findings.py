@@ -13,18 +13,15 @@ from tests import refusals
 NAME = "forward-sm80-bf16-d64"
 
 
-def made(tile_n=96, *, tensor=1000.0, shared=500.0, warp=100.0, spills=0, blocks=1, copies=(), **changes):
-    """A verdict with these clocks for a step of 128 queries and as many keys as the tile has, per 96 keys."""
-    scale = tile_n / 96
-    clocks = Clocks(tensor * scale, 100.0 * scale, 300.0 * scale, shared * scale, warp * scale)
-    step = StepCost(0, 900, 200, 100, tile_n, 128 * tile_n, clocks)
-    tile = f"tile_m=128,tile_n={tile_n},num_warps=4,num_stages=2,qk_unroll=0"
-    used = {"blocks": blocks, "registers": 255, "spills_in_step": spills}
-    return Verdict(NAME, "sm90", tile, **used, step=step, copies=copies, **changes)
+def made(tensor=1000.0, shared=500.0, warp=100.0):
+    """A verdict with these clocks for a step of 128 queries and 96 keys."""
+    step = StepCost(0, 900, 200, 100, 96, 128 * 96, Clocks(tensor, 100.0, 300.0, shared, warp))
+    tile = "tile_m=128,tile_n=96,num_warps=4,num_stages=2,qk_unroll=0"
+    return Verdict(NAME, "sm90", tile, blocks=1, registers=255, step=step)
 
 
 def test_a_difference_below_noise_means_nothing():
-    tiles = made(96), made(96, tensor=1008.0)
+    tiles = made(), made(tensor=1008.0)
     tiles = tiles[0], replace(tiles[1], tile=tiles[1].tile.replace("qk_unroll=0", "qk_unroll=4"))
     assert 1 < relative(estimates(tiles[1]), estimates(tiles[0])) < 1 + NOISE
     first, *rest = findings(*tiles)

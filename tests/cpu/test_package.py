@@ -252,31 +252,22 @@ class Narrower(ForwardSm80):
         return super().default_tile(traits, target)
 
 
-class Capped(Narrower):
-    def score_args(self, inputs):
-        return ()
+Kvcache, ForwardSm90 = registry.KERNELS["kvcache", "sm80", ""], registry.KERNELS["forward", "sm90", ""]
 
 
-class Called(ForwardSm80):
-    def __call__(self, *args):
-        raise AssertionError
+def changed(name, base, *attributes):
+    return type(name, (base,), dict.fromkeys(attributes))
 
 
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
         (Narrower, None),
-        (
-            type("Copied", (registry.KERNELS["kvcache", "sm80", ""],), {"gmem_load": ForwardSm80.gmem_load}),
-            None,
-        ),
-        (Capped, "Capped overrides score_args"),
-        (Called, "Called overrides __call__"),
-        (type("Typed", (ForwardSm80,), {"dtype": None, "kernel": None}), "Typed overrides dtype, kernel"),
-        (
-            type("Produced", (registry.KERNELS["forward", "sm90", ""],), {"run_roles": None}),
-            "Produced overrides run_roles",
-        ),
+        (type("Copied", (Kvcache,), {"gmem_load": ForwardSm80.gmem_load}), None),
+        (changed("Capped", Narrower, "score_args"), "Capped overrides score_args"),
+        (changed("Called", ForwardSm80, "__call__"), "Called overrides __call__"),
+        (changed("Typed", ForwardSm80, "dtype", "kernel"), "Typed overrides dtype, kernel"),
+        (changed("Produced", ForwardSm90, "run_roles"), "Produced overrides run_roles"),
         (toy.Toy, "Toy extends no kernel of the package"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
