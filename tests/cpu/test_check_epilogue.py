@@ -88,9 +88,6 @@ def test_a_wrong_call_is_one_sentence(call, sentence):
     refusals.check(f"check_epilogue({call})", sentence, globals())
 
 
-# ---- by name ----
-
-
 def checked(name):
     return commands._check_epilogues(commands.make_console(), Traits.parse(f"forward-sm80-bf16-d64-{name}"))
 

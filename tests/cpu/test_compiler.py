@@ -401,67 +401,56 @@ def test_target_options_environment_and_toolchain_change_the_key(monkeypatch):
 
 
 def test_the_packages_sources_change_the_key(tmp_path, monkeypatch):
-    import shutil
-
-    for package in ("cute_attn", "layouts"):
-        shutil.copytree(ROOT / package, tmp_path / package)
     monkeypatch.setattr(fingerprint, "_PACKAGE", tmp_path / "cute_attn")
     monkeypatch.setattr(fingerprint, "_LAYOUTS", tmp_path / "layouts")
-    monkeypatch.setattr(fingerprint, "_imported_at", float("inf"))
     digest = fingerprint.package_sources.__wrapped__
-    seen = {digest()}
-    folders = ("tiles", "epilogues", "device", "work", "rows", "outputs", "kernels", "compiler")
-    places = [tmp_path / "cute_attn" / folder for folder in folders]
-    shaping = [path for place in places for kind in ("*.py", "tiles.csv") for path in place.rglob(kind)]
-    shaping += [tmp_path / "cute_attn" / "traits.py", *(tmp_path / "layouts").rglob("*.py")]
-    for path in shaping:
-        path.write_text(path.read_text() + "\n# changed\n")
-        seen.add(digest())
-    assert len(seen) == len(shaping) + 1
-    others = set((tmp_path / "cute_attn").rglob("*.py")) - set(shaping)
-    parents = {path.parent.name for path in others}
-    assert {"api", "host", "lab", "cli", "reference", "sdpa", "flash_attn"} <= parents
-    for path in others:
-        path.write_text("")
-    assert digest() in seen
+    places = [name if name.endswith(".py") else f"{name}/a.py" for name in fingerprint._SHAPING]
+    shaping = [f"cute_attn/{name}" for name in (*places, "kernels/b/tiles.csv")] + ["layouts/a.py"]
+    assert "cute_attn/kernels/a.py" in shaping  # and what these import: see the next test
+
+    def change(name):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"# {path.exists()}\n")
+        return digest()
+
+    monkeypatch.setattr(fingerprint, "_imported_at", float("inf"))
+    keys = [change(name) for name in shaping * 2]  # each is made, then changed
+    assert len(set(keys)) == len(keys)
+    assert change("cute_attn/host/a.py") == change("cute_attn/lab/a.py") == keys[-1]
+    monkeypatch.setattr(fingerprint, "_imported_at", 0.0)  # sources that changed later give unique keys
+    assert digest() != digest()
+
+
+def package_imports(root):
+    """(file, imported module as words, the import) of each import from the package in a folder or a file."""
+    for path in root.rglob("*.py") if root.is_dir() else [root]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cute_attn"):
+                yield path, node.module.split(".")[1:], node
 
 
 def test_what_shapes_a_kernel_imports_only_that():
-    for root in (ROOT / "cute_attn" / name for name in fingerprint._SHAPING):
-        for path in root.rglob("*.py") if root.is_dir() else [root]:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cute_attn"):
-                    _, *places = node.module.split(".")
-                    names = places[:1] or [alias.name for alias in node.names]
-                    shaping = {name.removesuffix(".py") for name in fingerprint._SHAPING}
-                    others = {"_imported_at", "_without_dsl"}
-                    assert set(names) <= shaping | others, f"{path}: {ast.unparse(node)}"
+    shaping = {name.removesuffix(".py") for name in fingerprint._SHAPING} | {"_imported_at", "_without_dsl"}
+    for name in fingerprint._SHAPING:
+        for path, places, node in package_imports(ROOT / "cute_attn" / name):
+            names = places[:1] or [alias.name for alias in node.names]
+            assert set(names) <= shaping, f"{path}: {ast.unparse(node)}"
 
 
 def test_a_kernel_imports_no_other_one_than_that_which_it_extends():
-    kernels = ROOT / "cute_attn" / "kernels"
     shared = {"copies", "dq_order", "dual_launch", "fakes", "limits", "step"}
     extended = {"block_visits": {"block_lists"}}  # modules without products
-    for cls in (*registry.KERNELS.values(), *map(registry._loaded, registry._LARGE.values())):
-        modules = [
-            base.__module__ for base in cls.__mro__ if base.__module__.startswith("cute_attn.kernels.")
-        ]
-        for module in modules:
-            extended.setdefault(cls.__module__.split(".")[2], set()).add(module.split(".")[2])
-    for path in kernels.rglob("*.py"):
+    for place in (*registry._OWN.values(), *registry._LARGE.values()):
+        own = extended.setdefault(place.partition(".")[0], set())
+        bases = [base.__module__.split(".") for base in registry._loaded(place).__mro__]
+        own |= {words[2] for words in bases if words[:2] == ["cute_attn", "kernels"]}
+    kernels = ROOT / "cute_attn" / "kernels"
+    for path, places, node in package_imports(kernels):
         own = path.relative_to(kernels).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cute_attn.kernels."):
-                other = node.module.split(".")[2]
-                assert other in {own, *shared, *extended.get(own, ())}, f"{path}: {ast.unparse(node)}"
-
-
-def test_sources_that_changed_after_the_import_give_unique_keys(monkeypatch):
-    digest = fingerprint.package_sources.__wrapped__
-    monkeypatch.setattr(fingerprint, "_imported_at", float("inf"))
-    assert digest() == digest()
-    monkeypatch.setattr(fingerprint, "_imported_at", 0.0)
-    assert digest() != digest()
+        if places[:1] == ["kernels"] and len(places) > 1:
+            other = {own, *shared, *extended.get(own, ())}
+            assert places[1] in other, f"{path}: {ast.unparse(node)}"
 
 
 def test_a_users_sources_change_the_key(tmp_path, monkeypatch):

@@ -26,9 +26,6 @@ def card(**speeds):
     return SimulatedCard(milliseconds, **options)
 
 
-# ---- A/B ----
-
-
 @pytest.mark.parametrize("speed, outcome", [(1.02, "faster"), (0.98, "slower"), (1.0, "same")])
 def test_an_ab_says_what_is_so(speed, outcome):
     simulated = card(narrow=speed, options={"drift": 0.01})
@@ -65,9 +62,6 @@ def test_wrong_calls(call, sentence):
     refusals.check(call, sentence, globals())
 
 
-# ---- races ----
-
-
 def test_a_race_finds_the_fastest_within_its_budget():
     tiles = [Contender(NAME, f"tile_n={n}") for n in range(32, 257, 16)]
     speed = {tile: 1.0 + 0.01 * i for i, tile in enumerate(tiles)}
@@ -76,9 +70,6 @@ def test_a_race_finds_the_fastest_within_its_budget():
         simulated = SimulatedCard(lambda c, w: speed[c], seed=3, check_s=0.0)
         assert fastest(tiles[::-1], shapes, simulated, budget_s) == tiles[0]
     assert len(set(simulated.sampled.values())) == 1, "one round of all"
-
-
-# ---- workloads by text ----
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,6 @@ def without_fences(code: Code) -> Code:
     return Code(tuple(map(changed, code.instructions)))
 
 
-# ---- kernels ----
-
-
 @pytest.mark.slow
 def test_stored_tiles_without_fences_are_found():
     """O and dK are written by threads and stored by TMA, dQ is added by another warp's bulk reduction."""
@@ -36,8 +33,6 @@ def test_stored_tiles_without_fences_are_found():
     assert {"UTMASTG", "SYNCS"} <= found
     assert "UTMASTG" in {i.opcode for i in unordered(without_fences(code_of(FORWARD)))}
 
-
-# ---- code by hand ----
 
 FULL, EMPTY, OTHER = "[UR4+0x10]", "[UR4+0x18]", "[UR4+0x40]"
 START = [f"SYNCS.EXCH.64 URZ,{barrier},UR6" for barrier in (FULL, EMPTY, OTHER)]

@@ -17,16 +17,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("pair", [p for p in PAIRS if whole or p.quick], ids=lambda pair: pair.what)
 
 
-# ---- measured pairs ----
-
-
 def test_the_winner_of_a_pair(pair: Pair):
     faster, slower = (verdict(pair.name, tile, "sm90") for tile in pair.tiles)
     assert faster.tile != slower.tile
     assert (estimate(faster, pair.load) < estimate(slower, pair.load)) == pair.right
 
-
-# ---- the model ----
 
 CLOCKS = Clocks(tensor=300.0, special=0.0, issue=400.0, shared=0.0, warp=100.0)
 STEP = StepCost(0, 100, 16, 64, 32, 8192, CLOCKS)

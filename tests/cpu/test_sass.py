@@ -8,8 +8,6 @@ from cute_attn.lab.sass import BYTES, Code, Loop, StepNotFound
 from tests import toy
 from tests.listings import instructions
 
-# ---- instructions ----
-
 
 def test_instructions_are_those_of_the_text(fresh_cache):
     compiled = compile(toy.NAME, target="sm80")
@@ -27,8 +25,6 @@ def test_instructions_are_those_of_the_text(fresh_cache):
 def at(n: int) -> str:
     return hex(BYTES * n)
 
-
-# ---- loops ----
 
 NESTED = Code(
     instructions(
@@ -74,17 +70,12 @@ def test_a_step_that_is_not_there_is_one_sentence():
     )
 
 
-# ---- wrong inputs ----
-
-
-def test_an_unknown_form_of_nvdisasms_output_is_said(monkeypatch):
-    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}])
-    with pytest.raises(ValueError, match="nvdisasm's JSON has an unknown form"):
-        Code.of(b"")
-
-
-def test_a_cubin_of_two_kernels_is_refused(monkeypatch):
-    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}, [{}, {}]])
+@pytest.mark.parametrize(
+    ("disassembled", "message"),
+    [([{}], "nvdisasm's JSON has an unknown form"), ([{}, [{}, {}]], "has 2 kernels; accepted: one")],
+)
+def test_what_is_not_the_code_of_one_kernel_is_refused(monkeypatch, disassembled, message):
+    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: disassembled)
     monkeypatch.setattr(cubin, "sections", lambda cubin: [])
-    with pytest.raises(ValueError, match="the machine code has 2 kernels; accepted: one"):
+    with pytest.raises(ValueError, match=message):
         Code.of(b"")

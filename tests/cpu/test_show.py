@@ -14,9 +14,6 @@ def mma():
     return layouts.tiled_mma_sm80(Float16, 4)
 
 
-# Bank conflicts
-
-
 @pytest.mark.parametrize(("bits", "ways"), [(None, 1), (3, 1), (2, 2), (1, 4), (0, 8)])
 def test_reads_of_128_byte_rows(bits, ways):
     """Eight rows of 128 bytes start in one bank; each bit of the swizzle halves their number."""

@@ -77,32 +77,56 @@ def missing(*shape):
     return {}["missing"]
 
 
+def overriding(**methods):
+    return type("Mine", (ForwardSm80,), methods)
+
+
 SHAPE = r"accepted: a layout of \(rows, columns, stages\) = \(128, 64, 1\)"
 WRONG = {
-    "no stages": (lambda r, c, s: cute.make_layout((r, c)), rf"returns a layout of \(128, 64\); {SHAPE}"),
-    "coordinates": (lambda *shape: cute.make_identity_layout(shape), rf"returns \S+; {SHAPE} with integers alone"),
-    "a number": (lambda *shape: 3, rf"returns an int; {SHAPE}, or a swizzle over one"),
-    "raises": (missing, rf"raises KeyError: 'missing' \(test_smem_layouts.py, line \d+\); {SHAPE}"),
+    "no stages": (forward(lambda r, c, s: cute.make_layout((r, c))), rf"q returns a layout of \(128, 64\); {SHAPE}"),
+    "coordinates": (
+        forward(lambda *shape: cute.make_identity_layout(shape)),
+        rf"q returns \S+; {SHAPE} with integers alone",
+    ),
+    "a number": (forward(lambda *shape: 3), rf"q returns an int; {SHAPE}, or a swizzle over one"),
+    "raises": (forward(missing), rf"q raises KeyError: 'missing' \(test_smem_layouts.py, line \d+\); {SHAPE}"),
     "column-major": (
-        strided(*ONE, lambda r, c, s: r, lambda r, c, s: r * c),
-        r"returns \(128,64,1\):\S+, in which the 16 bytes at element \(0, 0, 0\) are not contiguous and aligned; "
+        forward(strided(*ONE, lambda r, c, s: r, lambda r, c, s: r * c)),
+        r"q returns \(128,64,1\):\S+, in which the 16 bytes at element \(0, 0, 0\) are not contiguous and aligned; "
         "accepted: rows of whole 16 bytes",
     ),
     "overlap": (
-        OVERLAPPING,
-        r"has elements \(0, 32, 0\) and \(1, 0, 0\) in one place; accepted: a place for each",
+        forward(OVERLAPPING),
+        r"q has elements \(0, 32, 0\) and \(1, 0, 0\) in one place; accepted: a place for each",
     ),
     "negative": (
-        strided(lambda r, c, s: -c, *ONE, lambda r, c, s: r * c),
-        r"takes \S+ bytes of shared memory; accepted: at most 16,384",
+        forward(strided(lambda r, c, s: -c, *ONE, lambda r, c, s: r * c)),
+        r"q takes \S+ bytes of shared memory; accepted: at most 16,384",
+    ),
+    "few threads": (
+        overriding(tiled_mma=lambda self: layouts.tiled_mma_sm80(self.dtype, 2)),
+        r"tiled_mma\(\) is of 64 threads; accepted: a cute.TiledMma of 128 threads, which its tile has",
+    ),
+    "across warps": (
+        overriding(tiled_mma=lambda self: layouts.tiled_mma_sm80(self.dtype, 4, warps_n=2)),
+        r"tiled_mma\(\) divides the columns of a row over 2 warps; accepted: 1, its tile's warps_n",
+    ),
+    "no mma": (
+        overriding(tiled_mma=lambda self: self.gmem_load(64)),
+        r"tiled_mma\(\) returns a TiledCopy; accepted: a cute.TiledMma of 128 threads",
+    ),
+    "no copy": (
+        overriding(gmem_load=lambda self: None),
+        r"gmem_load\(64\) raises TypeError: .*takes 1 positional argument.*; accepted: a cute.TiledCopy of 128",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_layout_is_not_compiled(variant, layout, message):
-    with pytest.raises(ValueError, match=rf"^forward-sm80:mine-bf16-d64: smem_layout of q {message}.*$"):
-        compile(variant(forward(layout)), "tile_m=128")
+@pytest.mark.parametrize(("kernel", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_layout_mma_or_copy_is_not_compiled(variant, kernel, message):
+    of = "smem_layout of " if message.startswith("q ") else ""
+    with pytest.raises(ValueError, match=f"^forward-sm80:mine-bf16-d64: {of}{message}"):
+        compile(variant(kernel), "tile_m=128,num_warps=4")
 
 
 NAMES = (
@@ -120,19 +144,10 @@ NAMES = (
     "backward_convert-sm90-bf16-d96",
 )
 METHODS = {
-    *("smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout", "layout_k"),
-    *(
-        "layout_v",
-        "layout_q",
-        "layout_do",
-        "layout_ds",
-        "layout_bias",
-        "gmem_load",
-        "gmem_store",
-        "gmem_copy",
-    ),
-    *("tiled_mma", "mma_qk", "mma_pv", "mma_sdp", "mma_dkv", "mma_dq", "mma_scores"),
-    *("scores_store", "gradient_store", "store_copy"),
+    *("smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout"),
+    *(f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")),
+    *("gmem_load", "gmem_store", "gmem_copy", "tiled_mma", "mma_qk", "mma_pv", "mma_sdp", "mma_dkv"),
+    *("mma_dq", "mma_scores", "scores_store", "gradient_store", "store_copy"),
 }
 """Of layouts, copies and MMAs."""
 
@@ -149,40 +164,6 @@ def test_each_method_of_each_kernel_is_named(name):
         mine = type("Mine", (type(kernel),), {method: lambda self, *args, **kwargs: None})
         found = list(reasons(mine(kernel.traits, kernel.tile)))
         assert any(re.match(rf"{method}(\([^)]*\)| of \w+) returns None; accepted: a ", one) for one in found)
-
-
-class FewThreads(ForwardSm80):
-    def tiled_mma(self):
-        return layouts.tiled_mma_sm80(self.dtype, 2)
-
-
-class AcrossWarps(ForwardSm80):
-    def tiled_mma(self):
-        return layouts.tiled_mma_sm80(self.dtype, 4, warps_n=2)
-
-
-class NoMma(ForwardSm80):
-    def tiled_mma(self):
-        return self.gmem_load(64)
-
-
-class NoCopy(ForwardSm80):
-    def gmem_load(self):
-        return None
-
-
-PART_MESSAGES = {
-    FewThreads: r"tiled_mma\(\) is of 64 threads; accepted: a cute.TiledMma of 128 threads, which its tile has",
-    AcrossWarps: r"tiled_mma\(\) divides the columns of a row over 2 warps; accepted: 1, its tile's warps_n",
-    NoMma: r"tiled_mma\(\) returns a TiledCopy; accepted: a cute.TiledMma of 128 threads",
-    NoCopy: r"gmem_load\(64\) raises TypeError: .*takes 1 positional argument.*; accepted: a cute.TiledCopy of 128",
-}
-
-
-@pytest.mark.parametrize("kernel", PART_MESSAGES, ids=lambda kernel: kernel.__name__)
-def test_a_wrong_mma_or_copy_is_not_compiled(variant, kernel):
-    with pytest.raises(ValueError, match=rf"^forward-sm80:\w+-bf16-d64: {PART_MESSAGES[kernel]}"):
-        compile(variant(kernel), "num_warps=4")
 
 
 def test_more_memory_than_the_tile_states(variant):
