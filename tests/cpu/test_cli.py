@@ -310,7 +310,6 @@ WITHOUT = (
 def test_attention_needs_nothing_of_the_laboratory():
     code = """
 import torch, cute_attn, cute_attn.flash_attn, cute_attn.sdpa, layouts
-from cute_attn.compiler import registry
 q = torch.randn(1, 4, 2, 8)
 cute_attn.sdpa.activate()
 print(cute_attn.attention(q, q, q).shape, cute_attn.lookup(cute_attn.Traits.parse("forward-sm80-bf16-d64")))

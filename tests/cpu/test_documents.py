@@ -62,12 +62,11 @@ def command_of(words: list[str]) -> str:
     return next((a for before, a in itertools.pairwise(("", *words)) if "--load" not in (before, a)), "")
 
 
-def in_full(words: list[str]) -> list[str]:
-    """A command that is only named, with what lets it run."""
-    return words if len(words) > 1 else [*words, "--help"]
-
-
-COMMANDS = {command: in_full(words) for command, words in words_after("cute-attn").items()}
+COMMANDS = {
+    command: words if len(words) > 1 else [*words, "--help"]
+    for command, words in words_after("cute-attn").items()
+}
+"""Those that are only named with what lets them run."""
 
 
 def parse(words: list[str]) -> None:
