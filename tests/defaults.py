@@ -117,71 +117,81 @@ FURTHER = [
     "kvcache-sm80-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree-split_stream_k",
     "kvcache-sm90-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree-split_stream_k",
 ]
-# Forward kernels that have another tile for few queries, or on Hopper for short sequences.
-SHORT, DECODE, DECODE_FEW, CHUNK = (512, 512, 1), (1, 4096, 8), (4, 4096, 4), (64, 4096, 4)
-BY_LENGTHS = {
-    SHORT: (
-        *(f"d{dim}{mask}" for dim in (32, 64, 192) for mask in ("", "-causal")),
-        "d64-window",
-        "d64-causal-varlen-seqused_k",
-    ),
-    DECODE: ("d64", "d128", "d256-causal"),
-    DECODE_FEW: tuple(f"d{dim}-window-softcap-alibi-varlen-seqused_k" for dim in (64, 128, 256)),
-    CHUNK: ("d64-causal", "d128-causal-alibi", "d256-causal-softcap"),
-    (1, 4096, 1): ("d128",),
-    (4096, 77, 1): ("d64", "d128-causal_top_left", "d192x128"),
-    (64, 64, 1): ("d32-bias_bf16", "d64-causal-bias_fp16", "d64-bias_bf16", "d128-causal-bias_bf16"),
-    (2048, 2048, 1, 4): tuple(f"d{dim}{mask}" for dim in (64, 128, 256) for mask in ("", "-causal")),
-    (512, 50176, 1, 32): ("d64", "d64-window"),
-}
 MULTIPROCESSORS = 132
-BACKWARD_BY_LENGTHS = {
-    (64, 128, 1): ("d32-bias_bf16-bias_grad", "d64", "d64-causal-dropout", "d64-bias_bf16-bias_grad"),
-    (197, 197, 1, MULTIPROCESSORS): (
-        "d64-window",
-        "d64-causal-dropout",
-        "d96-alibi",
-        "d32-bias_bf16-bias_grad",
-    ),
-    (512, 512, 1, MULTIPROCESSORS): ("d64-causal", "d64-softcap"),
-    (1000, 77, 1, MULTIPROCESSORS): ("d64", "d128-dropout"),
-}
-
-
-# Kvcache kernels of Hopper: decoding and chunked prefill, with pages of 8.
 BY_CACHE = {
-    (1, 65536, 4, 0): ("d128-seqused_k-split_stream_k",),
-    (1, 65536, 8, 8): (
+    # Of Hopper: decoding and chunked prefill, with pages of 8.
+    ("kvcache-sm90-bf16", (1, 65536, 4, 0)): ("d128-seqused_k-split_stream_k",),
+    ("kvcache-sm90-bf16", (1, 65536, 8, 8)): (
         "d128-causal-seqused_k-paged-leftpad-split_stream_k",
         "d64-seqused_k-paged-split_fixed",
     ),
-    (16, 65536, 4, 16): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",),
-    (512, 65536, 4, 0): tuple(f"d{dim}-causal-seqused_k-split_stream_k" for dim in (64, 128, 256)),
-    (512, 65536, 8, 16): ("d128-causal-seqused_k-paged", "d64-causal-alibi-varlen-seqused_k"),
-    (512, 65536, 4, 8): ("d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k",),
-}
-
-
-# Those of Ampere: rows that start anywhere, and fp32.
-BY_AMPERES_CACHE = {
-    (1, 65536, 4, 3): (
+    ("kvcache-sm90-bf16", (16, 65536, 4, 16)): (
+        "d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
+    ),
+    ("kvcache-sm90-bf16", (512, 65536, 4, 0)): tuple(
+        f"d{dim}-causal-seqused_k-split_stream_k" for dim in (64, 128, 256)
+    ),
+    ("kvcache-sm90-bf16", (512, 65536, 8, 16)): (
+        "d128-causal-seqused_k-paged",
+        "d64-causal-alibi-varlen-seqused_k",
+    ),
+    ("kvcache-sm90-bf16", (512, 65536, 4, 8)): (
+        "d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k",
+    ),
+    # Of Ampere: rows that start anywhere, and fp32.
+    ("kvcache-sm80", (1, 65536, 4, 3)): (
         "bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1",
         "fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
         "bf16-d576x512-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
     ),
-    (16, 65536, 4, 0): (
+    ("kvcache-sm80", (16, 65536, 4, 0)): (
         "bf16-d122-causal-softcap-alibi-seqused_k-split_fixed-aligned_2",
         "fp32-d64-causal-seqused_k-split_stream_k",
         "fp32-d128-causal-softcap-alibi-seqused_k-split_stream_k",
     ),
-    (512, 65536, 4, 16): (
+    ("kvcache-sm80", (512, 65536, 4, 16)): (
         "bf16-d252-causal-varlen-seqused_k-paged-split_stream_k-aligned_4",
         "fp32-d128-tf32-causal-varlen-seqused_k-paged-split_stream_k",
         "fp32-d253-window-seqused_k-paged-split_fixed-aligned_1",
         "bf16-d573x511-causal-seqused_k-paged-split_stream_k-aligned_1",
     ),
 }
-
+"""(Kvcache kernels, the lengths they are chosen for) -> the rest of their names."""
+# Forward kernels that have another tile for few queries, or on Hopper for short sequences.
+DECODE, DECODE_FEW = (1, 4096, 8), (4, 4096, 4)
+BY_LENGTHS = {
+    ("forward-sm90-bf16", (512, 512, 1)): (
+        *(f"d{dim}{mask}" for dim in (32, 64, 192) for mask in ("", "-causal")),
+        "d64-window",
+        "d64-causal-varlen-seqused_k",
+    ),
+    ("forward-sm90-bf16", DECODE): ("d64", "d128", "d256-causal"),
+    ("forward-sm90-bf16", DECODE_FEW): tuple(
+        f"d{dim}-window-softcap-alibi-varlen-seqused_k" for dim in (64, 128, 256)
+    ),
+    ("forward-sm90-bf16", (64, 4096, 4)): ("d64-causal", "d128-causal-alibi", "d256-causal-softcap"),
+    ("forward-sm90-bf16", (1, 4096, 1)): ("d128",),
+    ("forward-sm90-bf16", (4096, 77, 1)): ("d64", "d128-causal_top_left", "d192x128"),
+    ("forward-sm90-bf16", (64, 64, 1)): (
+        *("d32-bias_bf16", "d64-causal-bias_fp16", "d64-bias_bf16", "d128-causal-bias_bf16"),
+    ),
+    ("forward-sm90-bf16", (2048, 2048, 1, 4)): tuple(
+        f"d{dim}{mask}" for dim in (64, 128, 256) for mask in ("", "-causal")
+    ),
+    ("forward-sm90-bf16", (512, 50176, 1, 32)): ("d64", "d64-window"),
+    ("backward-sm90-bf16", (64, 128, 1)): (
+        *("d32-bias_bf16-bias_grad", "d64", "d64-causal-dropout", "d64-bias_bf16-bias_grad"),
+    ),
+    ("backward-sm90-bf16", (197, 197, 1, MULTIPROCESSORS)): (
+        *("d64-window", "d64-causal-dropout", "d96-alibi", "d32-bias_bf16-bias_grad"),
+    ),
+    ("backward-sm90-bf16", (512, 512, 1, MULTIPROCESSORS)): ("d64-causal", "d64-softcap"),
+    ("backward-sm90-bf16", (1000, 77, 1, MULTIPROCESSORS)): ("d64", "d128-dropout"),
+    ("backward-sm80-fp32", ()): ("d256-causal",),
+    ("forward-sm80-bf16", DECODE): ("d64", "d128"),
+    ("forward-sm80-bf16", DECODE_FEW): ("d128-window-softcap-alibi-varlen-seqused_k",),
+}
+"""As ``BY_CACHE`` of other kernels."""
 
 STORAGE = (
     *("num_stages", "num_stages_q", "num_stages_do", "num_stages_ds", "stages_q", "stages_do"),
@@ -236,37 +246,22 @@ def every() -> list[Default]:
 def representative() -> list[Default]:
     """``registry.defaults()``, FURTHER ones, EVERYDAY ones and those chosen by lengths, most for one target."""
     listed = [
-        *(
-            Default(Traits.parse(f"kvcache-sm90-bf16-{rest}"), "sm90", call)
-            for call, names in BY_CACHE.items()
-            for rest in names
-        ),
-        *(
-            Default(Traits.parse(f"kvcache-sm80-{rest}"), "sm80", call)
-            for call, names in BY_AMPERES_CACHE.items()
-            for rest in names
-        ),
+        *_by_lengths(BY_CACHE),
         *(Default(*pair) for pair in registry.defaults()),
         *(Default(Traits.parse(name), "sm90") for name in FURTHER),
         *(Default(Traits.parse(name), "sm80") for name in EVERYDAY),
         *(Default(Traits.parse(name), target) for target, names in BLACKWELL.items() for name in names),
-        *(
-            Default(Traits.parse(f"forward-sm90-bf16-{rest}"), "sm90", lengths)
-            for lengths, names in BY_LENGTHS.items()
-            for rest in names
-        ),
-        *(
-            Default(Traits.parse(f"backward-sm90-bf16-{rest}"), "sm90", lengths)
-            for lengths, names in BACKWARD_BY_LENGTHS.items()
-            for rest in names
-        ),
-        Default(Traits.parse("backward-sm80-fp32-d256-causal"), "sm80"),
-        *(Default(Traits.parse(f"forward-sm80-bf16-{rest}"), "sm80", DECODE) for rest in ("d64", "d128")),
-        Default(
-            Traits.parse("forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k"), "sm80", DECODE_FEW
-        ),
+        *_by_lengths(BY_LENGTHS),
     ]
     return list(dict.fromkeys(listed))
+
+
+def _by_lengths(table: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]) -> Iterator[Default]:
+    """For the generation that each kernel is named after."""
+    for (start, lengths), names in table.items():
+        for rest in names:
+            traits = Traits.parse(f"{start}-{rest}")
+            yield Default(traits, traits.arch, lengths)
 
 
 def _on_targets(default: Default) -> Iterator[Default]:

@@ -1,7 +1,6 @@
 """Changes to the DSL under which the tests build in less time: no kernel's code is another.
 
-``cpu/test_harness.py`` compares kernels built with and without them. Processes that
-``prebuild`` starts make them too: they run this file.
+Processes that ``prebuild`` starts make them too: they run this file.
 """
 
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from cute_attn.compiler import compiled, prebuild_worker
 from cute_attn.compiler.workers import Worker
 
 JIT, EXPORTER = Compiler.jit, tvm_ffi_provider._aot_support
-LOG, LOOK = op.log, op._pyir_auto_load_arg
 
 
 class _Exporter:

@@ -13,24 +13,19 @@ class SimulatedCard:
 
     Args:
         milliseconds: of a call, a function of the contender and the workload.
-        noise: standard deviation of a sample's logarithm.
         drift: of the logarithm a second.
         wrong: contenders whose output is not the reference's.
         failing: errors by contender.
         check_s: seconds that a check takes.
-        states: what is read after each round, the last one again and again.
     """
 
     gpu, driver = "simulated", "1.0"
 
-    def __init__(
-        self, milliseconds, *, seed=0, noise=0.003, drift=0.0, wrong=(), failing=None, check_s=0.1, states=()
-    ):
-        self.milliseconds, self.noise, self.drift, self.check_s = milliseconds, noise, drift, check_s
+    def __init__(self, milliseconds, *, seed=0, drift=0.0, wrong=(), failing=None, check_s=0.1):
+        self.milliseconds, self.drift, self.check_s = milliseconds, drift, check_s
         self.wrong, self.failing = set(wrong), failing or {}
         self.random, self.seconds = random.Random(seed), 0.0
-        self.states = list(states) or [State(1755, 690, 61, ("power",))]
-        self.checked, self.sampled, self.events = Counter(), Counter(), []
+        self.sampled, self.events = Counter(), []
 
     def now(self):
         return self.seconds
@@ -40,7 +35,6 @@ class SimulatedCard:
 
     def prepare(self, contender, workload):
         self.seconds += self.check_s
-        self.checked[contender, workload.name] += 1
         self.events.append(("checked", contender))
         if contender in self.failing:
             raise self.failing[contender]
@@ -53,8 +47,8 @@ class SimulatedCard:
         self.sampled[contender, workload.name] += 1
         self.events.append(("sampled", contender))
         self.seconds += milliseconds / 1000
-        noise = self.drift * self.seconds + self.random.gauss(0, self.noise)
+        noise = self.drift * self.seconds + self.random.gauss(0, 0.003)
         return self.milliseconds(contender, workload) * math.exp(noise)
 
     def state(self, run, round_):
-        return self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return State(1755, 690, 61, ("power",))

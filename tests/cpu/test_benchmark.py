@@ -13,8 +13,6 @@ from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.check import Accuracy, check_workloads, small_workloads
 from cute_attn.traits import Traits
 
-# ---- useful operations ----
-
 _SIZES = st.integers(1, 40)
 
 
@@ -55,9 +53,6 @@ def test_flops_are_of_the_pairs_of_every_sequence(lengths, mask, window, right, 
     band = (window if windowed else None, 0 if causal else right if windowed else None)
     pairs = sum(_count(*pair, *band) for pair in lengths)
     assert workload.flops == 2 * 6 * pairs * op[1]
-
-
-# ---- timings and accuracies ----
 
 
 class _CountingClock:

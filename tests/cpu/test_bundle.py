@@ -16,7 +16,7 @@ from cute_attn.compiler import bundle, cache, compiled, fingerprint
 from cute_attn.compiler.bundle import BundleUnusable, open_bundle
 from cute_attn.compiler.cache import CUBIN, LIBRARY
 from cute_attn.lab import bundles
-from tests import processes, toy  # noqa: F401  # registers the kernel
+from tests import processes, refusals, toy  # noqa: F401  # registers the kernel
 from tests.conftest import forget
 
 APPEND, SECOND, FORWARD = (
@@ -89,31 +89,39 @@ def index(folder):
 # ---- a machine without a compiler ----
 
 
-@pytest.fixture(scope="module")
-def found(made, tmp_path_factory):
-    """What a process without the DSL finds, by the sentences of ``tests/without_compiler.py``."""
-    folder = tmp_path_factory.mktemp("runtime")
+MISSING = {
+    "not bundled": "forward-sm80-bf16-d64 for sm80 with tile tile_m=128,...does not hold it, and building kernels "
+    "needs nvidia-cutlass-dsl, which is not",
+    "cache not bundled": "kvcache-sm80-bf16-d64",
+    "no CUDA runtime": "undefined symbol: cuda",
+    "a call of the DSL": "RuntimeError: building kernels needs nvidia-cutlass-dsl",
+    "ptx": "append-sm80-bf16-d64 comes from a bundle, which holds no PTX",
+}
+"""What a process without the DSL lacks, by one sentence each."""
+
+
+def test_calls_need_no_compiler(made, tmp_path):
+    """On the CPU; on a GPU they take kernels of the bundle, which check arguments and report the runtime's errors.
+
+    A process without the DSL says what it finds, by the sentences of ``tests/without_compiler.py``.
+    """
     library = open_bundle(str(made)).get(key()).files[LIBRARY]
-    (folder / "kernel.so").write_bytes(library)
+    (tmp_path / "kernel.so").write_bytes(library)
     undefined = subprocess.check_output(
-        ["nm", "--dynamic", "--undefined-only", folder / "kernel.so"], text=True
+        ["nm", "--dynamic", "--undefined-only", tmp_path / "kernel.so"], text=True
     )
     names = {name for name in undefined.split() if name.startswith("cuda")}
     texts = {"cudaGetErrorName", "cudaGetErrorString"}
     failing = [f"int {name}(void) {{ return 35; }}" for name in names - texts]
     source = [*failing, *(f'const char *{name}(int e) {{ return "{name}"; }}' for name in texts)]
-    (folder / "runtime.c").write_text("\n".join(source))
-    stub = folder / "runtime.so"
+    (tmp_path / "runtime.c").write_text("\n".join(source))
+    stub = tmp_path / "runtime.so"
     subprocess.run(
-        [*bundles.compiler(), "-w", "-shared", "-fPIC", "-o", stub, folder / "runtime.c"], check=True
+        [*bundles.compiler(), "-w", "-shared", "-fPIC", "-o", stub, tmp_path / "runtime.c"], check=True
     )
     done = processes.alone("-m", "tests.without_compiler", stub, environment={bundle.VARIABLE: str(made)})
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_calls_need_no_compiler(found):
-    """On the CPU; on a GPU they take kernels of the bundle, which check arguments and report the runtime's errors."""
+    found = json.loads(done.stdout)
     assert found["import cutlass"] == "ModuleNotFoundError: No module named 'cutlass'"
     assert not found["cutlass is found"] and not found["cutlass is loaded"]
     assert found["attention on the CPU"] and found["planned"] == FORWARD.name
@@ -123,21 +131,8 @@ def test_calls_need_no_compiler(found):
     failed = "RuntimeError: Got Cuda Runtime Error: cudaGetErrorName cudaGetErrorString"
     assert found["append on a GPU"] == failed
     assert found["registers"] == build().resources.registers and found["how built"] == "from a bundle"
-
-
-@pytest.mark.parametrize(
-    ("what", "text"),
-    [
-        ("not bundled", "forward-sm80-bf16-d64 for sm80 with tile tile_m=128,"),
-        ("not bundled", "does not hold it, and building kernels needs nvidia-cutlass-dsl, which is not"),
-        ("cache not bundled", "kvcache-sm80-bf16-d64"),
-        ("no CUDA runtime", "undefined symbol: cuda"),
-        ("a call of the DSL", "RuntimeError: building kernels needs nvidia-cutlass-dsl"),
-        ("ptx", "append-sm80-bf16-d64 comes from a bundle, which holds no PTX"),
-    ],
-)
-def test_what_is_missing_is_one_sentence(found, what, text):
-    assert text in found[what] and "\n" not in found[what]
+    for what, text in MISSING.items():
+        refusals.check_sentence(found[what], text)
 
 
 # ---- where there is a compiler ----
@@ -168,15 +163,11 @@ def test_what_builds_a_kernel_does_not_change_its_key_in_a_bundle(monkeypatch):
 # ---- refusals ----
 
 
-def edit(**changes):
+def edit(folder, **changes):
     """Change fields of the index; its digest follows."""
-
-    def change(folder):
-        content = index(folder) | changes
-        content.pop("digest")
-        (folder / bundle.INDEX).write_bytes(bundles.index_file(content))
-
-    return change
+    content = index(folder) | changes
+    content.pop("digest")
+    (folder / bundle.INDEX).write_bytes(bundles.index_file(content))
 
 
 def edit_without_digest(folder):
@@ -184,37 +175,24 @@ def edit_without_digest(folder):
     (folder / bundle.INDEX).write_bytes(lzma.compress(text.encode()))
 
 
-def overwrite(folder):
-    (folder / bundle.INDEX).write_text('{"format": 2}')
+DAMAGES = """
+edit(copy, format=1) -> its format is 1; accepted: 2
+edit(copy, sources="f" * 40) -> made of other sources of cute_attn (0.1.0, fingerprint ffffffffffff)
+edit(copy, toolchain={"platform": "linux-aarch64"}) -> it was made on linux-aarch64; accepted: one made on
+edit_without_digest(copy) -> its index is damaged
+(copy / bundle.INDEX).write_text('{"format": 2}') -> its index is damaged
+shutil.rmtree(copy) -> cannot be read (No such file or directory); accepted as CUTE_ATTN_BUNDLE: a folder
+archive(copy).write_bytes(b"other") -> is damaged: its SHA-256 begins with
+archive(copy).unlink() -> whose file cannot be read (No such
+shutil.copy(archive(copy, 1), archive(copy)) -> append-sm80-bf16-d64 in the bundle
+"""
 
 
-DAMAGES = {
-    "format": (edit(format=1), "its format is 1; accepted: 2"),
-    "sources": (edit(sources="f" * 40), "made of other sources of cute_attn (0.1.0, fingerprint ffffffffffff)"),
-    "machine": (edit(toolchain={"platform": "linux-aarch64"}), "it was made on linux-aarch64; accepted: one made on"),
-    "edited": (edit_without_digest, "its index is damaged"),
-    "index": (overwrite, "its index is damaged"),
-    "gone": (shutil.rmtree, "cannot be read (No such file or directory); accepted as CUTE_ATTN_BUNDLE: a folder"),
-    "kernel": (
-        lambda folder: archive(folder).write_bytes(b"other"),
-        "is damaged: its SHA-256 begins with",
-    ),
-    "kernel gone": (lambda folder: archive(folder).unlink(), "whose file cannot be read (No such"),
-    "another": (
-        lambda folder: shutil.copy(archive(folder, 1), archive(folder)),
-        "append-sm80-bf16-d64 in the bundle",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_or_foreign_bundle_is_refused(damage, copy, monkeypatch, no_dsl):
-    change, text = DAMAGES[damage]
-    change(copy)
+@refusals.each(DAMAGES)
+def test_a_damaged_or_foreign_bundle_is_refused(call, sentence, copy, monkeypatch, no_dsl):
+    eval(call, globals() | {"copy": copy})
     monkeypatch.setenv(bundle.VARIABLE, str(copy))
-    with pytest.raises(BundleUnusable) as error:
-        build()
-    assert text in str(error.value) and str(copy) in str(error.value) and "\n" not in str(error.value)
+    assert str(copy) in refusals.check("build()", f"BundleUnusable: {sentence}", globals())
 
 
 def test_a_compiler_builds_what_a_bundle_cannot_give_and_says_so(copy, monkeypatch):
@@ -276,23 +254,6 @@ def test_a_bundle_is_replaced_and_nothing_else_is(copy):
     stale = archive(copy, 1)
     list(bundles.make_bundle(REQUESTS[:1], copy))
     assert not stale.exists() and list(open_bundle(str(copy)).kernels) == [key()]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((APPEND.name, "--all"), "given: NAMEs and --all; accepted: NAMEs, --all or --like"),
-        ((APPEND.name, "--target", "sm80,sm70"), "--target is 'sm80,sm70'; accepted: some of sm80, sm86"),
-        (("append-sm90-bf16-d64", "--target", "sm80"), "append-sm90 runs on sm90, not on sm80"),
-        (("--all", "--tile", "tile_n=64"), "--tile is 'tile_n=64'; accepted with NAMEs only"),
-        (("forward-sm80:toy-bf16-d64",), "a variant is registered by the file that defines it (--load FILE)"),
-        (("--like", "pyproject.toml"), "--like is 'pyproject.toml', which cannot be read as one ("),
-    ],
-)
-def test_wrong_commands(tmp_path, arguments, text):
-    done = processes.run("-m", "cute_attn", "bundle", *arguments, "-o", str(tmp_path / "made"))
-    assert done.returncode == 2 and text in done.stderr, done.stderr
-    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("name", ["made.whl", ".", "/proc/none"])

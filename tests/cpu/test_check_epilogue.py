@@ -7,6 +7,7 @@ from cutlass import Float32, cute
 from cute_attn import Epilogue, check_epilogue, register_epilogue
 from cute_attn.cli import main as commands
 from cute_attn.traits import Traits
+from tests import refusals
 from tests.cpu.test_examples import load
 
 
@@ -73,21 +74,18 @@ def test_a_wrong_formula_is_found(name, wrong):
     assert str(found).count("wrong\n") + str(found).endswith("wrong") >= 2
 
 
-def test_a_wrong_call_is_one_sentence():
-    with pytest.raises(
-        ValueError, match="epilogue 'scaled_forward_wrong' takes 1 arguments; accepted without them"
-    ):
-        check_epilogue(ForwardWrong)
-    with pytest.raises(ValueError, match="no epilogue is registered as 'absent'"):
-        check_epilogue("absent")
-    for wrong in (3, int, None):
-        with pytest.raises(
-            TypeError, match=f"^epilogue is {wrong!r}; accepted: a registered Epilogue or its name, or"
-        ):
-            check_epilogue(wrong)
+WRONG = """
+ForwardWrong -> ValueError: epilogue 'scaled_forward_wrong' takes 1 arguments; accepted without them
+"absent" -> ValueError: no epilogue is registered as 'absent'
+3 -> TypeError: epilogue is 3; accepted: a registered Epilogue or its name, or
+int -> TypeError: epilogue is <class 'int'>; accepted: a registered Epilogue or its name, or
+None -> TypeError: epilogue is None; accepted: a registered Epilogue or its name, or
+"""
 
 
-# ---- by name ----
+@refusals.each(WRONG)
+def test_a_wrong_call_is_one_sentence(call, sentence):
+    refusals.check(f"check_epilogue({call})", sentence, globals())
 
 
 def checked(name):

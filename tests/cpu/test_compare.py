@@ -7,22 +7,18 @@ import pytest
 from cute_attn import compiler
 from cute_attn.lab import revision
 from cute_attn.lab.compare import MOST_ROWS, Row, compare
-from cute_attn.lab.sass import BYTES, Instruction, Loop, Step
+from cute_attn.lab.sass import Loop, Step
 from cute_attn.lab.verdict import Verdict, verdict
 from cute_attn.traits import Traits
 from tests import refusals, toy
+from tests.listings import instructions
 
 SMALL = "forward-sm80-bf16-d32-causal"
 
 
 def step(*lines: str, line: int = 0) -> Step:
     """Instructions such as ``"FADD R1, R2"``, once each; all from one source line."""
-    made = []
-    for n, text in enumerate(lines):
-        name, _, operands = text.partition(" ")
-        opcode, *modifiers = name.split(".")
-        given = (tuple(modifiers), tuple(operands.split(", ")), "", 1, (), __file__, line)
-        made.append(Instruction(BYTES * n, opcode, *given))
+    made = instructions(*lines, file=__file__, line=line)
     return Step(Loop(0, frozenset({0})), tuple((i, 1) for i in made), 1)
 
 
@@ -75,32 +71,25 @@ def shown_rows(parts):
 
 OLD_PACKAGE = {
     "__init__.py": """
+import os
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from dataclasses import dataclass
-import os
+from cute_attn.step import Kernel
 
-@dataclass
-class Used:
-    registers: int = 40
-    shared_memory_bytes: int = 512
-    spill_store_bytes: int = 0
-    spill_load_bytes: int = 0
-    local_bytes: int = 0
+FIELDS = "registers", "shared_memory_bytes", "spill_store_bytes", "spill_load_bytes", "local_bytes"
+Used = make_dataclass("Used", FIELDS)
 
 def compile(traits, tile, target):
     if tile == "values=0":
         raise ValueError("values is 0; accepted: 1 or more")
     assert os.environ["CUTE_DSL_LINEINFO"] == "1"
-    files = Path(__file__).parent
     return SimpleNamespace(
-        name=traits.name, target=target, tile=tile, resources=Used(), warnings=(),
-        cubin=(files / "old.cubin").read_bytes(), ptx=".reqntid 128, 1, 1",
+        name=traits.name, target=target, tile=tile, resources=Used(40, 512, 0, 0, 0), warnings=(),
+        cubin=Path(__file__).with_name("old.cubin").read_bytes(), ptx=".reqntid 128, 1, 1",
     )
 
 def lookup(traits, tile, target):
-    from cute_attn.step import Kernel
-
     return Kernel()
 """,
     "traits.py": """
@@ -110,35 +99,21 @@ class Traits:
     parse = staticmethod(lambda name: SimpleNamespace(name=name))
 """,
     "step.py": """
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 
-@dataclass
-class Content:
-    mma: int = 7
-    exp2: int = 1
-    elements: int = 8
-    warps: int = 4
-    loops: tuple = ((1, 2),)
-    async_bytes: int = 0
+Content = make_dataclass("Content", ("mma", "exp2", "elements", "warps", "loops", "async_bytes"))
 
 class Kernel:
-    step_content = staticmethod(Content)
+    def step_content(self):
+        return Content(7, 1, 8, 4, ((1, 2),), 0)
 """,
     "lab/copies.py": """
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 
-@dataclass
-class Counted:
-    name: str = "K by ldmatrix"
-    opcode: str = "LDSM"
-    wavefronts: int = 8
-    minimum: int = 2
-    ways: int = 4
-    older: str = "a field that is no longer there"
-    reason: str = ""
+FIELDS = "name", "opcode", "wavefronts", "minimum", "ways", "no_longer_there", "reason"
 
 def conflicts(kernel):
-    return (Counted(),)
+    return (make_dataclass("Counted", FIELDS)("K by ldmatrix", "LDSM", 8, 2, 4, "", ""),)
 """,
 }
 
@@ -169,6 +144,7 @@ def test_a_revision_is_built_from_its_own_sources(old_revision):
 WRONG = """
 old("forward-sm80-bf16-d64", "", "nonsense")
     -> ValueError: revision is 'nonsense'; accepted: a commit of the git repository
+old("forward-sm80-bf16-d64", "", "--output=written") -> ValueError: revision is '--output=...'; accepted: a commit
 old("forward-sm80-bf16-d64", "values=0", "HEAD")
     -> ValueError: could not be built at HEAD: values is 0; accepted: 1 or more
 old(toy.NAME, "", "HEAD") -> ValueError: accepted with a revision: kernels without a variant
@@ -184,9 +160,4 @@ def old(name, tile, at):
 @refusals.each(WRONG)
 def test_a_wrong_revision_is_one_sentence(old_revision, call, sentence):
     refusals.check(call, sentence, globals())
-
-
-def test_a_revision_is_no_option_of_git(old_revision, tmp_path):
-    with pytest.raises(ValueError, match=r"revision is '--output=.*'; accepted: a commit"):
-        revision.verdict_at(f"--output={tmp_path}/written", Traits.parse("forward-sm80-bf16-d64"), "", "sm80")
-    assert not list(tmp_path.glob("written*"))
+    assert not list(revision.ROOT.glob("written*"))  # a revision is no option of git

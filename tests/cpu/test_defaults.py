@@ -11,36 +11,25 @@ from cute_attn.lab import sass
 from cute_attn.lab.proxies import proxy_order
 from cute_attn.lab.sass import BYTES, Code, StepNotFound
 from cute_attn.traits import BLOCK_OPS, PADDED_TENSORS, SPLIT_TENSORS, Traits
-from tests.defaults import Default, cover, covering, every, representative
+from tests.defaults import Default, cover, covering, every
 
-# Instructions that kernels must have, in PTX and in SASS.
-PTX = {
-    "sm80": ("mma.sync", "ldmatrix.sync", "cp.async.cg"),
-    "sm90": ("wgmma.mma_async", "cp.async.bulk.tensor"),
-    "backward_preprocess": ("ld.global", "shfl.sync", "st.global"),
-    "backward_convert": ("ld.global", "ld.shared", "st.global"),
-    "append": ("ld.global.v4", "st.global.v4"),
-    **dict.fromkeys(SPLIT_TENSORS, ("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global")),
-    **dict.fromkeys(PADDED_TENSORS, ("ld.global", "st.global.v")),
-    "block_kinds": ("st.global.b8",),
-    **dict.fromkeys(BLOCK_OPS[1:], ("vote.sync.ballot", "popc", "ld.global.b8", "st.global")),
-    "combine": ("ld.global.v4", "ex2.approx", "st.global"),
-    "combine_stream_k": ("ld.global.v4", "ex2.approx", "st.global"),
+# Instructions that kernels must have, in PTX and in SASS: those with products of matrices, and other operations.
+PRODUCTS = {
+    "sm80": (("mma.sync", "ldmatrix.sync", "cp.async.cg"), ("HMMA", "LDSM", "LDGSTS")),
+    "sm90": (("wgmma.mma_async", "cp.async.bulk.tensor"), ("HGMMA", "UTMALDG")),
 }
-NARROW = (*PTX["sm80"][:2], "cp.async.ca")
-"""Of rows with an alignment: copies of fewer than 16 bytes are cached in L1."""
-SASS = {
-    "sm80": ("HMMA", "LDSM", "LDGSTS"),
-    "sm90": ("HGMMA", "UTMALDG"),
-    "backward_preprocess": ("LDG", "SHFL", "STG"),
-    "backward_convert": ("LDG", "LDS", "STG"),
-    "append": ("LDG", "STG"),
-    **dict.fromkeys(SPLIT_TENSORS, ("LDG", "REDUX", "STG")),
-    **dict.fromkeys(PADDED_TENSORS, ("LDG", "STG")),
-    "block_kinds": ("STG",),
-    **dict.fromkeys(BLOCK_OPS[1:], ("VOTE", "POPC", "LDG", "STG")),
-    "combine": ("LDG", "LDS", "MUFU", "STG"),
-    "combine_stream_k": ("LDG", "LDS", "MUFU", "STG"),
+COMBINE = (("ld.global.v4", "ex2.approx", "st.global"), ("LDG", "LDS", "MUFU", "STG"))
+LISTS = (("vote.sync.ballot", "popc", "ld.global.b8", "st.global"), ("VOTE", "POPC", "LDG", "STG"))
+SPLIT = (("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global"), ("LDG", "REDUX", "STG"))
+OTHERS = {
+    "backward_preprocess": (("ld.global", "shfl.sync", "st.global"), ("LDG", "SHFL", "STG")),
+    "backward_convert": (("ld.global", "ld.shared", "st.global"), ("LDG", "LDS", "STG")),
+    "append": (("ld.global.v4", "st.global.v4"), ("LDG", "STG")),
+    "block_kinds": (("st.global.b8",), ("STG",)),
+    **dict.fromkeys(("combine", "combine_stream_k"), COMBINE),
+    **dict.fromkeys(BLOCK_OPS[1:], LISTS),
+    **dict.fromkeys(PADDED_TENSORS, (("ld.global", "st.global.v"), ("LDG", "STG"))),
+    **dict.fromkeys(SPLIT_TENSORS, SPLIT),
 }
 
 
@@ -83,10 +72,7 @@ def to_disassemble() -> list[Default]:
 def what_shapes_machine_code(default: Default) -> set[Hashable]:
     """ptxas turns the same PTX into the same instructions whatever the head dim; a tile shapes the steady step."""
     traits = default.traits
-    kind = (
-        traits.op,
-        traits.arch if traits.op not in SASS else "",
-    )  # the others are the same on both generations
+    kind = (traits.op, "" if traits.op in OTHERS else traits.arch)  # which are the same on both generations
     if not has_one_step(default):
         return {kind}
     values = asdict(default.kernel.tile) | {"dtype": traits.dtype}
@@ -119,23 +105,24 @@ def test_default_builds_without_spills(default):
     assert resources.shared_memory_bytes <= compiled.tile.smem_bytes(traits)
     if (traits.op, traits.arch) == ("forward", "sm90"):
         assert resources.shared_memory_bytes == compiled.tile.smem_bytes(traits)
-    words = PTX.get(traits.op) or PTX[traits.arch]
-    if traits.alignment:
-        words = (
-            ("ld.global", "st.global") if traits.op in PTX else NARROW[: 2 if loads_elements(traits) else 3]
-        )
+    words, _ = OTHERS.get(traits.op) or PRODUCTS[traits.arch]
+    if traits.alignment and traits.op in OTHERS:
+        words = ("ld.global", "st.global")
+    elif traits.alignment:  # copies of fewer than 16 bytes are cached in L1
+        words = (*words[:2], "ld.global" if loads_elements(traits) else "cp.async.ca")
     assert not [word for word in words if word not in compiled.ptx]
 
 
 def test_the_machine_code_of_a_default(disassembled):
     """It has its instructions, a fence where the two proxies of shared memory meet, and its tile's steady step."""
     traits = disassembled.traits
-    if traits.op in SASS:  # some have two kernels
-        assert set(SASS[traits.op]) <= build(disassembled).instructions.keys()
+    if traits.op in OTHERS:  # some have two kernels
+        assert set(OTHERS[traits.op][1]) <= build(disassembled).instructions.keys()
         return
     code = Code.of(build(disassembled).cubin, traits.name)
-    loads = ("LDG", "STS") if loads_elements(traits) else SASS[traits.arch][2:]
-    assert {i.opcode for i in code.instructions}.issuperset((*SASS[traits.arch][:2], *loads))
+    _, words = PRODUCTS[traits.arch]
+    loads = ("LDG", "STS") if loads_elements(traits) else words[2:]
+    assert {i.opcode for i in code.instructions}.issuperset((*words[:2], *loads))
     if uses_tma(disassembled):
         order = proxy_order(code)
         assert len(order.pipelines) >= 3  # of Q, K and V
@@ -172,27 +159,6 @@ def test_lanes_take_the_same_branches(name):
     """
     sass = compile(name, None, "sm80").sass
     assert "SHFL" in sass and "BRA.DIV" not in sass and "BRA.CONV" not in sass
-
-
-def test_every_default_has_the_ampere_kernels_for_each_size_of_shared_memory():
-    whole = set(every())
-    assert {d for d in representative() if d.traits.arch == "sm90"} < whole
-    ampere = {(d.traits, d.lengths) for d in whole if d.traits.arch == "sm80"}
-    assert len(ampere) > 140
-    assert not [d for d in ampere for t in ("sm80", "sm86", "sm90") if Default(d[0], t, d[1]) not in whole]
-
-
-def test_the_cover_has_what_costs_registers_on_each_everyday_ampere_kernel():
-    found = {
-        (d.traits.op, d.traits.head_dim, feature)
-        for d in COVER
-        if d.target == d.traits.arch == "sm80"
-        for feature in ("dropout", "softcap", "alibi", "bias", "varlen", "windowed", "causal")
-        if getattr(d.traits, feature)
-    }
-    features = {"dropout", "softcap", "alibi", "bias", "varlen", "windowed", "causal"}
-    wanted = {(op, dim, f) for op in ("forward", "backward") for dim in (64, 128) for f in features}
-    assert wanted <= found
 
 
 def test_few_queries_and_little_work_have_tiles_of_their_own():

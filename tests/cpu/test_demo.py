@@ -34,10 +34,3 @@ def test_with_a_gpu_it_names_what_is_wrong(monkeypatch, capsys, error):
     printed = capsys.readouterr().out
     assert f"{4 if error < 1 else 0} of 4 right; TFLOP/s: sm90 668, FA3 611\n" in printed
     assert sum("TFLOP/s" in line for line in printed.splitlines()) == len(demo.LARGE)
-
-
-def test_its_next_commands_are_those_of_a_place_without_the_command(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(demo.sys, "executable", str(tmp_path / "python"))
-    demo.next_steps()
-    printed = capsys.readouterr().out
-    assert "  python -m cute_attn tour 3  #" in printed and "activate" not in printed

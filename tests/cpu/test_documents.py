@@ -3,12 +3,11 @@
 Commands that need no GPU run, on kernels that other tests build too; those that need one are refused in a sentence.
 """
 
-import ast
-import importlib
 import importlib.util
 import inspect
 import itertools
 import json
+import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -17,20 +16,19 @@ import pytest
 import typer
 import typer.core
 
-from cute_attn import attention, attention_with_kvcache, flash_attn
+import cute_attn
+import layouts
 from cute_attn.cli import options
 from cute_attn.cli.main import app
 from cute_attn.compiler import registry
 from cute_attn.traits import Traits
+from docs import architecture, site
 from tests import processes
 from tests.defaults import covering
 
 ROOT = processes.ROOT
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
-
-COLUMNS = 88
-"""Columns of code and of what samples print: both stand whole on a page of the site and on GitHub."""
 
 NEED_GPU = {"bench", "ab", "tune"}
 NEED_FILES = {"run", "hub", "bundle", "export", "--load"}
@@ -64,12 +62,11 @@ def command_of(words: list[str]) -> str:
     return next((a for before, a in itertools.pairwise(("", *words)) if "--load" not in (before, a)), "")
 
 
-def in_full(words: list[str]) -> list[str]:
-    """A command that is only named, with what lets it run."""
-    return words if len(words) > 1 else [*words, "--help"]
-
-
-COMMANDS = {command: in_full(words) for command, words in words_after("cute-attn").items()}
+COMMANDS = {
+    command: words if len(words) > 1 else [*words, "--help"]
+    for command, words in words_after("cute-attn").items()
+}
+"""Those that are only named with what lets them run."""
 
 
 def parse(words: list[str]) -> None:
@@ -81,15 +78,6 @@ def parse(words: list[str]) -> None:
         context = command.make_context(command.name, rest, parent=context)
 
 
-@pytest.mark.parametrize("command", [c for c, words in COMMANDS.items() if "--help" not in words])
-def test_a_command_parses(command, tmp_path, monkeypatch):
-    for name in ("examples", "tour", "bench"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)  # a folder to write to is made before the work
-    monkeypatch.setattr(options, "user_epilogue", lambda name: None)  # files of --load are not run
-    parse(COMMANDS[command])
-
-
 def kernels_of(words: list[str]) -> list[tuple[Traits, str | None]]:
     """The kernels that a command names, with their tiles as text."""
     tiles = [tile for option, tile in itertools.pairwise(words) if option == "--tile"] or [None]
@@ -97,9 +85,14 @@ def kernels_of(words: list[str]) -> list[tuple[Traits, str | None]]:
     return [(Traits.parse(name), tile) for name in names for tile in tiles if "=" in (tile or "=")]
 
 
-@pytest.mark.parametrize("command", [c for c, words in COMMANDS.items() if kernels_of(words)])
-def test_a_commands_kernels_exist(command):
+@pytest.mark.parametrize("command", [c for c, words in COMMANDS.items() if "--help" not in words])
+def test_a_command_parses_and_its_kernels_exist(command, tmp_path, monkeypatch):
+    for name in ("examples", "tour", "bench"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)  # a folder to write to is made before the work
+    monkeypatch.setattr(options, "user_epilogue", lambda name: None)  # files of --load are not run
     words = COMMANDS[command]
+    parse(words)
     for traits, tile in kernels_of(words):
         target = words[words.index("--target") + 1] if "--target" in words else traits.arch
         if not traits.variant and not traits.epilogues:  # a reader's own
@@ -165,15 +158,10 @@ def test_a_module_exists_and_has_its_options(command):
         assert options <= set(re.findall(r"--?[\w-]+", text)), text
 
 
-def test_make_has_its_targets(pytestconfig):
+def test_make_has_its_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = words_after("make")
     assert {words[0] for words in named.values()} <= targets and len(named) > 5
-    to_pytest = [words for words in named.values() if not words[0].startswith("bench")]
-    options = [word for words in to_pytest for word in " ".join(words[1:]).split() if "--" in word]
-    assert options
-    for option in options:
-        pytestconfig.getoption(option.rpartition("=")[2])  # raises ValueError for one that does not exist
 
 
 def test_files_exist():
@@ -188,12 +176,10 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
 
 
-def marked(page: Path):
-    return pytest.param(page, marks=[pytest.mark.slow] if page.name == "tiles.md" else [], id=page.name)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [marked(page) for page in PAGES if blocks(page, "python")])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
+)
 def test_a_pages_python_runs(page, tmp_path):
     """One after the other, as a reader types them; on a CPU, and without what only some readers have."""
     found = [block for block in blocks(page, "python") if "transformers" not in block]
@@ -212,48 +198,18 @@ SAMPLES = [block.replace("\\\n", "") for page in PAGES for block in blocks(page,
 def test_a_printed_sample_is_what_the_command_prints(sample):
     command, _, expected = sample.partition("\n")
     assert command.startswith("$ cute-attn ")
-    done = processes.run("-m", "cute_attn", *shlex.split(command)[2:], environment={"COLUMNS": str(COLUMNS)})
+    done = processes.run("-m", "cute_attn", *shlex.split(command)[2:], environment={"COLUMNS": "88"})
     assert done.returncode == 0, done.stderr
     found, wanted = ([line.rstrip() for line in text.splitlines()] for text in (done.stdout, expected))
     assert found == wanted
 
 
-def test_code_is_no_wider_than_the_site():
-    for page in PAGES:
-        fences = re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.S | re.M)
-        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
-        indented = re.findall(r"^ {4}(\S.*|\s+\S.*)$", prose, re.M)
-        lines = [*"\n".join(fences).splitlines(), *indented]
-        assert [line for line in lines if len(line) > COLUMNS] == [], page
-
-
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\bcute_attn(?:\.[a-z]\w*)+", TEXT))))
-def test_a_dotted_name_exists(name):
-    if name.endswith((".py", ".md")):
-        return
-    found = importlib.import_module("cute_attn")
-    for i, part in enumerate(name.split(".")[1:], 2):
-        if not hasattr(found, part):
-            importlib.import_module(".".join(name.split(".")[:i]))
-        found = getattr(found, part)
-
-
-def test_the_table_of_names_has_arguments_of_each_function():
-    """docs/doors.md, by column: PyTorch's, FlashAttention's, this package's."""
-    text = (ROOT / "docs/doors.md").read_text().partition("| `scaled_dot_product_attention`")[2]
-    rows = [line.split("|")[1:4] for line in text.partition("\n\n")[0].splitlines()[2:]]
-    torchs = {"query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"}
-    flash = (getattr(flash_attn, f"flash_attn_{name}") for name in ("func", "varlen_func", "with_kvcache"))
-    known = [torchs, *(_arguments(*functions) for functions in (flash, (attention, attention_with_kvcache)))]
-    assert len(rows) > 10
-    for row in rows:
-        named = [re.findall(r"`(\w+)(?:=[^`]*)?`", cell) for cell in row]
-        assert [set(names) - of for names, of in zip(named, known, strict=True)] == [set()] * 3
-    assert torchs == {name for row in rows for name in re.findall(r"`(\w+)", row[0])}
-
-
-def _arguments(*functions) -> set[str]:
-    return {name for function in functions for name in inspect.signature(function).parameters}
+def test_dotted_names_exist():
+    names = sorted(set(re.findall(r"\bcute_attn(?:\.[a-z]\w*)+", TEXT)))
+    assert len(names) > 10
+    for name in names:
+        if not name.endswith((".py", ".md")):
+            pkgutil.resolve_name(name)
 
 
 # ---- what the first screen promises ----
@@ -288,37 +244,59 @@ def test_numbers_of_the_first_screen_are_stored_results():
 
 # ---- places in the sources ----
 
-PLACES = sorted(set(re.findall(r"`([\w/]+\.py)::([\w.]+)`", TEXT)))
 FOLDERS = [ROOT, ROOT / "cute_attn", ROOT / "cute_attn/kernels/forward_sm90"]
 """What paths in documents are relative to."""
 
 
-def source_of(path: str) -> Path | None:
-    """The file that a document names."""
-    return next((folder / path for folder in FOLDERS if (folder / path).exists()), None)
-
-
-def is_defined(name: str, path: Path) -> bool:
-    """True if a file defines a class, function, method, attribute or constant of that dotted name."""
-    body = ast.parse(path.read_text()).body
-    for part in name.split("."):
-        found: list[ast.stmt] | None = None
-        for node in body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part:
-                found = node.body
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            if any(isinstance(target, ast.Name) and target.id == part for target in targets):
-                found = []
-        if found is None:
-            return False
-        body = found
-    return True
+def defines(path: str, name: str) -> bool:
+    """True if the file that a document names defines each name of a dotted one."""
+    found = [(folder / path).read_text() for folder in FOLDERS if (folder / path).exists()]
+    definition = r"^ *(?:class {0}|def {0}|{0}(?= ?[:=]))\b"
+    return bool(found) and all(re.search(definition.format(x), found[0], re.M) for x in name.split("."))
 
 
 def test_places_in_the_sources_exist():
-    assert len(PLACES) > 60
-    assert [
-        f"{path}::{name}"
-        for path, name in PLACES
-        if (source := source_of(path)) is None or not is_defined(name, source)
-    ] == []
+    places = set(re.findall(r"`([\w/]+\.py)::([\w.]+)`", TEXT))
+    assert len(places) > 60
+    assert [place for place in places if not defines(*place)] == []
+
+
+# ---- what scripts generate of the documents is what they generate today ----
+
+
+def test_the_picture_is_of_todays_imports_which_point_down():
+    """No cycle, and kernels import nothing of the host, nor the host anything of a door."""
+    drawn = json.loads((ROOT / architecture.DATA).read_text())
+    assert drawn == architecture.imports(), "python -m docs.architecture --write"
+    assert set(architecture.levels(drawn)) == set(drawn)
+    assert not {"compiler", "host", "api"} & set(drawn["kernels"])
+    assert not {"api", "sdpa", "flash_attn", "transformers", "lab", "cli"} & set(drawn["host"])
+
+
+def test_the_support_tables_are_the_registrys():
+    done = processes.run("-m", "docs.support")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout in (ROOT / "docs/support.md").read_text(), "python -m docs.support --write"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| `causal`")]
+    assert lines == ["| `causal` | 576 | 512 | 576 | 512 | 512 | 512 |"]
+
+
+def test_the_page_of_functions_has_every_public_name_once_and_links_lead_to_it():
+    entries = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    public = {f"cute_attn.{name}" for name in cute_attn.__all__ if name != "__version__"}
+    public |= {f"layouts.{name}" for name in layouts.__all__ if name != "BANKS"}
+    assert public <= set(entries) and len(entries) == len(set(entries))
+    assert not [name for name in entries if "._" in name]
+    assert [name for name in entries if len(inspect.getdoc(pkgutil.resolve_name(name))) <= 40] == []
+    pages = [path for path in site.files() if path.suffix == ".md"]
+    links = [link for path in pages for link in re.findall(r"api\.md#([\w.]+)", (ROOT / path).read_text())]
+    assert links and set(links) <= set(entries)
+
+
+def test_a_notebook_is_a_page_with_its_outputs(tmp_path):
+    site.copy(tmp_path)
+    page = (tmp_path / "examples/tour/level3.md").read_text()
+    assert "\n# Level 3: " in page and page.count("```python\n") == 6 and page.count("</pre>") == 2
+    assert page.count("<img") == 1 and "```text\n'No GPU here: nothing was compared.'\n```" in page
+    linking = [path for path in tmp_path.rglob("*.md") if ".ipynb)" in path.read_text()]
+    assert not linking and "](../examples/tour/level3.md)" in (tmp_path / "docs/tour.md").read_text()

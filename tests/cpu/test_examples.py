@@ -11,7 +11,6 @@ import cute_attn.flex
 from cute_attn import attention
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference import emulate
-from cute_attn.reference.tilings import TILINGS, Scores
 from cute_attn.traits import Traits
 from tests import machine, notebook, processes, programs
 from tests.programs import load
@@ -40,13 +39,6 @@ def test_what_an_example_needs_is_one_sentence(name):
     done = processes.run(str(EXAMPLES / name))
     assert done.returncode == 2 and f"{name}: error: {NEEDS[name]}" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
-
-
-def test_the_program_in_cpp_is_as_long_as_the_documents_say():
-    promised = int(
-        re.search(r"`examples/cpp` is (\d+) lines", (EXAMPLES.parent / "docs/bundle.md").read_text())[1]
-    )
-    assert len((EXAMPLES / "cpp/main.cpp").read_text().splitlines()) == promised
 
 
 def test_a_learned_bias_is_learned_alike():
@@ -91,17 +83,6 @@ def test_a_program_of_flex_attention(monkeypatch, capsys):
 
 
 # ---- an epilogue ----
-
-
-@pytest.mark.parametrize("name", ["warps4x1-64x32", "wgmma1-64x80"])
-def test_an_epilogue_on_both_generations_tilings(name):
-    load("custom_epilogue")
-    tiling = TILINGS[name].of("causal-relative_position")
-    problem = Scores.random(2, 3, 90, 130, extra={"relative_position": (torch.randn(3, 41),)})
-    got, expected = problem.emulate(tiling).scores, problem.expected_scores(tiling.traits)
-    seen = ~got.isnan()
-    torch.testing.assert_close(got[seen], expected[seen], atol=1e-5, rtol=1e-6)
-    assert (expected[~seen] == -torch.inf).all()
 
 
 def test_an_epilogue_is_used_by_attention():
@@ -158,15 +139,41 @@ def test_models_before_and_after(tmp_path):
         assert 0 < row["before_error"] < 0.05 and 0 < row["after_error"] < 0.05
 
 
-# ---- generating through a paged cache ----
+# ---- programs that compare their own attention with plain torch's ----
 
 GENERATE = "generate --device cpu --steps 6 --layers 2 --width 256 --longest 20 --batch 3"
+SERVE = "serve --device cpu --chunk 6 --compared 5"
+TRAIN = "train_gpt --device cpu --dropout 0 --steps 4 --width 128 --seqlen 32 --batch 2 --plot"
+MEANFLOW = "meanflow --device cpu --steps 3"
+
+
+def run(monkeypatch, command, *arguments):
+    programs.load("generate")  # which serve imports
+    programs.run(monkeypatch, command, *arguments)
 
 
 @pytest.mark.parametrize(("page", "options"), [("1", ()), ("7", ()), ("64", ()), ("7", ("--latent",))])
 def test_every_token_is_plain_torchs(monkeypatch, capsys, page, options):
-    programs.run(monkeypatch, GENERATE, "--page", page, "--seed", page, *options)
+    run(monkeypatch, GENERATE, "--page", page, "--seed", page, *options)
     assert "18 of 18 tokens are plain torch's most likely ones" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", ["1", "7"])
+def test_every_token_that_is_served_is_plain_torchs(monkeypatch, capsys, page):
+    """Of requests whose prompts come in chunks, in slots and pages that others had before."""
+    run(monkeypatch, SERVE, "--page", page, "--seed", page)
+    printed = capsys.readouterr().out
+    equal, total = re.search(r"(\d+) of (\d+) compared tokens", printed).groups()
+    assert equal == total and f"{total} generated, on the CPU" in printed
+
+
+def test_both_attentions_learn_alike(monkeypatch, tmp_path, capsys):
+    run(monkeypatch, TRAIN, str(tmp_path / "curves.png"))
+    assert "apart by 0.0" in capsys.readouterr().out
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "curves.json").exists()
+    run(monkeypatch, MEANFLOW)
+    assert "largest difference" in capsys.readouterr().out
 
 
 BROKEN = {
@@ -177,18 +184,43 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [*((name, ()) for name in BROKEN), ("position", ("--latent",)), ("table", ("--latent",))],
-)
-def test_a_wrong_call_is_detected(monkeypatch, name, options):
-    example = programs.load("generate")
-    right = example.attention_with_kvcache
-    monkeypatch.setattr(
-        example, "attention_with_kvcache", lambda *tensors, **given: right(*tensors, **BROKEN[name](given))
-    )
-    with pytest.raises(SystemExit, match="behind plain torch's"):
-        programs.run(monkeypatch, GENERATE, *options)
+def of_a_cache(change):
+    """``attention_with_kvcache`` with other options."""
+    return lambda right: lambda *tensors, **given: right(*tensors, **BROKEN[change](given))
+
+
+def of_tangents(right):
+    def wrong(q, k, v):
+        out = right(q, k, v)
+        return out.detach() + 1.01 * (out - out.detach())
+
+    return wrong
+
+
+WRONG = {
+    **{f"generate {change}": (GENERATE, of_a_cache(change), "behind plain torch's") for change in BROKEN},
+    "latent position": (f"{GENERATE} --latent", of_a_cache("position"), "behind plain torch's"),
+    "latent table": (f"{GENERATE} --latent", of_a_cache("table"), "behind plain torch's"),
+    **{f"serve {x}": (SERVE, of_a_cache(x), "behind plain torch's") for x in ("position", "pairs", "mask")},
+    "train_gpt": (
+        f"{TRAIN}=",
+        lambda right: lambda q, k, v, **options: right(q, k, v) * 1.5,
+        r"the losses of step \d+ differ by",
+    ),
+    "meanflow output": (MEANFLOW, lambda right: lambda *x: 1.01 * right(*x), "differ by more than rounding"),
+    "meanflow tangent": (MEANFLOW, of_tangents, "differ by more than rounding"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_attention_is_detected(monkeypatch, name):
+    command, wrong, message = WRONG[name]
+    programs.load("generate")
+    example = programs.load(command.split()[0])
+    called = "attention_with_kvcache" if hasattr(example, "attention_with_kvcache") else "attention"
+    monkeypatch.setattr(example, called, wrong(getattr(example, called)))
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, command)
 
 
 def test_pages_are_handed_out_as_sequences_grow():
@@ -201,41 +233,10 @@ def test_pages_are_handed_out_as_sequences_grow():
     assert cache.reserved == [8, 4] and len(set(cache.table[0, :2].tolist()) | {int(cache.table[1, 0])}) == 3
 
 
-# ---- serving by continuous batching ----
-
-SERVE = "serve --device cpu"
-
-
-def serving():
-    """The example, which imports the other one."""
-    programs.load("generate")
-    return programs.load("serve")
-
-
-@pytest.mark.parametrize("page", ["1", "7"])
-def test_every_token_that_is_served_is_plain_torchs(monkeypatch, capsys, page):
-    """Of requests whose prompts come in chunks, in slots and pages that others had before."""
-    serving()
-    programs.run(monkeypatch, SERVE, "--chunk", "6", "--compared", "5", "--page", page, "--seed", page)
-    printed = capsys.readouterr().out
-    equal, total = re.search(r"(\d+) of (\d+) compared tokens", printed).groups()
-    assert equal == total and f"{total} generated, on the CPU" in printed
-
-
-@pytest.mark.parametrize("name", ["position", "pairs", "mask"])
-def test_a_wrong_call_of_the_server_is_detected(monkeypatch, name):
-    example = serving()
-    right = example.attention_with_kvcache
-    monkeypatch.setattr(
-        example, "attention_with_kvcache", lambda *tensors, **given: right(*tensors, **BROKEN[name](given))
-    )
-    with pytest.raises(SystemExit, match="behind plain torch's"):
-        programs.run(monkeypatch, SERVE, "--chunk", "6", "--compared", "5")
-
-
 def test_pages_and_slots_come_back():
     """A request waits for pages of all its rows; when all are served, each is free again."""
-    example = serving()
+    programs.load("generate")
+    example = programs.load("serve")
     model = example.Llama(1, 128, 1, 0)
     server = example.Server(model, 2, 12, pages=5, page=4, chunk=8, dtype=torch.float32)
     requests = [example.Request([1] * 6, 6), example.Request([2] * 7, 5), example.Request([3], 1)]
@@ -251,52 +252,8 @@ def test_pages_and_slots_come_back():
     assert (server.tables == example.SCRATCH).all()
 
 
-# ---- training a GPT ----
-
-TRAIN = "train_gpt --device cpu --dropout 0 --steps 4 --width 128 --seqlen 32 --batch 2"
-
-
-def test_both_attentions_train_alike(monkeypatch, tmp_path, capsys):
-    programs.run(monkeypatch, TRAIN, "--plot", str(tmp_path / "curves.png"))
-    assert "apart by 0.0" in capsys.readouterr().out
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-    assert (tmp_path / "curves.json").exists()
-
-
-def test_a_different_attention_is_detected(monkeypatch):
-    example = programs.load("train_gpt")
-    plain = example.attention
-    monkeypatch.setattr(example, "attention", lambda q, k, v, **options: plain(q, k, v) * 1.5)
-    with pytest.raises(SystemExit, match=r"the losses of step \d+ differ by"):
-        programs.run(monkeypatch, TRAIN, "--plot", "")
-
-
 def test_the_seed_is_as_pytorch_takes_it(monkeypatch):
     generator = machine.Generator(2**64 - 3, 8)
     monkeypatch.setattr(torch.cuda, "default_generators", {-1: generator})
     state = programs.load("train_gpt").torch_rng_state(torch.empty(2, 5, 3, 8))
     assert state.tolist() == [-3, 8] and generator.offset == 8 + 32 * 2 * 3
-
-
-# ---- a loss with a forward-mode derivative ----
-
-MEANFLOW = "meanflow --device cpu --steps 3"
-
-
-def test_both_attentions_learn_the_mean_velocity_alike(monkeypatch, capsys):
-    programs.run(monkeypatch, MEANFLOW)
-    assert "largest difference" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("of", ["output", "tangent"])
-def test_a_wrong_attention_or_tangent_is_detected(monkeypatch, of):
-    example = programs.load("meanflow")
-    plain = example.attention
-
-    def wrong(q, k, v):
-        out = plain(q, k, v)
-        return 1.01 * out if of == "output" else out.detach() + 1.01 * (out - out.detach())
-
-    monkeypatch.setattr(example, "attention", wrong)
-    with pytest.raises(SystemExit, match="differ by more than rounding"):
-        programs.run(monkeypatch, MEANFLOW)

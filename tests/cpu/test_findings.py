@@ -1,30 +1,28 @@
 """What verdicts say in sentences."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
-from cute_attn import lab
+from cute_attn import lab  # noqa: F401  # in wrong calls
 from cute_attn.lab.findings import cost_of_functions, findings
 from cute_attn.lab.rank import NOISE, estimates, relative
 from cute_attn.lab.verdict import Clocks, StepCost, Verdict
+from tests import refusals
 
 NAME = "forward-sm80-bf16-d64"
 
 
-def made(tile_n=96, *, tensor=1000.0, shared=500.0, warp=100.0, spills=0, blocks=1, copies=(), **changes):
-    """A verdict with these clocks for a step of 128 queries and as many keys as the tile has, per 96 keys."""
-    scale = tile_n / 96
-    clocks = Clocks(tensor * scale, 100.0 * scale, 300.0 * scale, shared * scale, warp * scale)
-    step = StepCost(0, 900, 200, 100, tile_n, 128 * tile_n, clocks)
-    tile = f"tile_m=128,tile_n={tile_n},num_warps=4,num_stages=2,qk_unroll=0"
-    used = {"blocks": blocks, "registers": 255, "spills_in_step": spills}
-    return Verdict(NAME, "sm90", tile, **used, step=step, copies=copies, **changes)
+def made(tensor=1000.0, shared=500.0, warp=100.0):
+    """A verdict with these clocks for a step of 128 queries and 96 keys."""
+    step = StepCost(0, 900, 200, 100, 96, 128 * 96, Clocks(tensor, 100.0, 300.0, shared, warp))
+    tile = "tile_m=128,tile_n=96,num_warps=4,num_stages=2,qk_unroll=0"
+    return Verdict(NAME, "sm90", tile, blocks=1, registers=255, step=step)
 
 
 def test_a_difference_below_noise_means_nothing():
-    tiles = made(96), made(96, tensor=1008.0)
-    tiles = tiles[0], dataclasses.replace(tiles[1], tile=tiles[1].tile.replace("qk_unroll=0", "qk_unroll=4"))
+    tiles = made(), made(tensor=1008.0)
+    tiles = tiles[0], replace(tiles[1], tile=tiles[1].tile.replace("qk_unroll=0", "qk_unroll=4"))
     assert 1 < relative(estimates(tiles[1]), estimates(tiles[0])) < 1 + NOISE
     first, *rest = findings(*tiles)
     assert (
@@ -44,7 +42,7 @@ def test_a_difference_below_noise_means_nothing():
     ],
 )
 def test_a_revision_is_named_and_no_race_is_proposed(tensor, said):
-    old = dataclasses.replace(made(), revision="HEAD~3")
+    old = replace(made(), revision="HEAD~3")
     assert findings(old, made(tensor=tensor))[0] == said
 
 
@@ -53,31 +51,29 @@ def test_a_revision_is_named_and_no_race_is_proposed(tensor, said):
     [(2000.0, "takes 44% less time."), (1000.0, "takes as long."), (900.0, "takes 8% more time.")],
 )
 def test_what_functions_cost_is_said_against_the_kernel_without_them(tensor, rest):
-    plain, one = made(), dataclasses.replace(made(tensor=tensor), name=f"{NAME}-scaled")
-    one = dataclasses.replace(one, step=dataclasses.replace(one.step, instructions=1092))
+    plain, one = made(), replace(made(tensor=tensor), name=f"{NAME}-scaled")
+    one = replace(one, step=replace(one.step, instructions=1092))
     said = cost_of_functions(one, plain)
     assert said.startswith(
         "scaled costs 2.00 of the 11.38 instructions per element. By its code the same tile"
     )
     assert said.endswith(rest), said
-    unknown = dataclasses.replace(plain, step=None, reason="tile_n is 96")
+    unknown = replace(plain, step=None, reason="tile_n is 96")
     assert cost_of_functions(one, unknown) == "What scaled costs is not known: without, tile_n is 96."
 
 
-@pytest.mark.parametrize(
-    "verdicts",
-    [
-        [],
-        [Verdict(NAME, "sm90", "tile_n=512", "it needs more shared memory")],
-        [made(), dataclasses.replace(made(), target="sm80")],
-        [made(), dataclasses.replace(made(), name="forward-sm80-bf16-d64-causal")],
-    ],
-)
-def test_the_best_of_what_cannot_be_compared_is_refused(verdicts):
-    with pytest.raises(ValueError, match="accepted: on kernels that compute the same on one target"):
-        lab.best(verdicts)
-    with pytest.raises(TypeError, match="verdicts is 3; accepted: a list"):
-        lab.best(3)
+WRONG = """
+[] -> ValueError: accepted: on kernels that compute the same on one target
+[Verdict(NAME, "sm90", "tile_n=512", "it needs more")] -> ValueError: accepted: on kernels that compute the same on
+[made(), replace(made(), target="sm80")] -> ValueError: accepted: on kernels that compute the same on one target
+[made(), replace(made(), name="forward-sm80-bf16-d64-causal")] -> ValueError: accepted: on kernels that compute the
+3 -> TypeError: verdicts is 3; accepted: a list
+"""
+
+
+@refusals.each(WRONG)
+def test_the_best_of_what_cannot_be_compared_is_refused(call, sentence):
+    refusals.check(f"lab.best({call})", sentence, globals())
 
 
 @pytest.mark.parametrize(

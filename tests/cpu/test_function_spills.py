@@ -135,14 +135,6 @@ def words_of(function, op, pages):
     return name
 
 
-def check(function, op, arch, target, head_dim, pages):
-    kernel, mask = "forward" if op == "forward" else "backward", "" if "blocks" in function else "-causal"
-    traits = Traits.parse(f"{kernel}-{arch}-bf16-d{head_dim}{mask}-{words_of(function, op, pages)}")
-    compiled = compile(traits, target=target)
-    used = compiled.resources
-    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), f"{compiled.tile}: {used}"
-
-
 SAMPLE = [
     ("wrapped_distances", "forward", "sm80", "sm90", 64),
     ("wave", "backward", "sm80", "sm90", 128),
@@ -173,7 +165,12 @@ KERNELS = dict.fromkeys((*EXTREME, *((function, "backward", "sm90", "sm90", 128)
     ids=lambda case: "-".join(map(str, case)),
 )
 def test_a_function_does_not_spill(case, pages):
-    check(*case, pages)
+    function, op, arch, target, head_dim = case
+    kernel, mask = "forward" if op == "forward" else "backward", "" if "blocks" in function else "-causal"
+    traits = Traits.parse(f"{kernel}-{arch}-bf16-d{head_dim}{mask}-{words_of(function, op, pages)}")
+    compiled = compile(traits, target=target)
+    used = compiled.resources
+    assert (used.spill_store_bytes, used.spill_load_bytes) == (0, 0), f"{compiled.tile}: {used}"
 
 
 def test_row_maxima_are_frozen_where_the_nearest_keys_come_first():

@@ -1,16 +1,17 @@
 """A/Bs and races on a simulated card; the checks against the reference on the CPU, where kernels are the reference."""
 
 import pytest
-import torch
 
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.card import Contender, Wrong
 from cute_attn.lab.race import ab, fastest
 from cute_attn.lab.workloads import default_workloads, parse
 from cute_attn.traits import Traits
+from tests import refusals
 from tests.simulated_card import SimulatedCard
 
 NAME = "forward-sm90-bf16-d128"
+TRAITS = Traits.parse(NAME)
 DEFAULT, NARROW = Contender(NAME), Contender(NAME, "tile_n=112")
 
 
@@ -23,9 +24,6 @@ def card(**speeds):
         return 1.0 / speeds.get(name, 1.0)
 
     return SimulatedCard(milliseconds, **options)
-
-
-# ---- A/B ----
 
 
 @pytest.mark.parametrize("speed, outcome", [(1.02, "faster"), (0.98, "slower"), (1.0, "same")])
@@ -46,22 +44,22 @@ def test_a_wrong_kernel_is_not_timed():
     assert not simulated.sampled
 
 
-def test_wrong_calls():
-    with pytest.raises(ValueError, match="a and b are peers; accepted: at least one kernel"):
-        ab("fa4", "fa3", card=card())
-    with pytest.raises(
-        ValueError, match=r"the kernel or peer is 'fa5'; accepted: a peer \(fa2, mem_efficient, cudnn"
-    ):
-        ab(NAME, "fa5", card=card())
-    declines = card(options={"failing": {Contender(peer="fa4"): peers.Declined("FA4 has no bias")}})
-    with pytest.raises(ValueError, match=r"fa4 does not run fwd-.*: FA4 has no bias"):
-        ab(NAME, "fa4", card=declines)
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="there is no GPU"):
-            ab(NAME, NAME)
+DECLINING = {"failing": {Contender(peer="fa4"): peers.Declined("FA4 has no bias")}}
+WRONG = """
+ab("fa4", "fa3", card=card()) -> ValueError: a and b are peers; accepted: at least one kernel
+ab(NAME, "fa5", card=card()) -> ValueError: the kernel or peer is 'fa5'; accepted: a peer (fa2, mem_efficient, cudnn
+ab(NAME, "fa4", card=card(options=DECLINING)) -> ValueError: fa4 does not run fwd-...: FA4 has no bias
+parse("", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+parse("b2-s8192-causal", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+parse("x3", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+parse("fwd-bf16-d64-b2-s8192-h16", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+parse("s12y", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
+"""
 
 
-# ---- races ----
+@refusals.each(WRONG)
+def test_wrong_calls(call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 def test_a_race_finds_the_fastest_within_its_budget():
@@ -72,9 +70,6 @@ def test_a_race_finds_the_fastest_within_its_budget():
         simulated = SimulatedCard(lambda c, w: speed[c], seed=3, check_s=0.0)
         assert fastest(tiles[::-1], shapes, simulated, budget_s) == tiles[0]
     assert len(set(simulated.sampled.values())) == 1, "one round of all"
-
-
-# ---- workloads by text ----
 
 
 @pytest.mark.parametrize(
@@ -97,9 +92,3 @@ def test_workloads_by_text(name, text, expected):
         assert parse(expected, traits) == workload
     for default in default_workloads(traits):
         assert default.traits(traits.arch) == traits
-
-
-@pytest.mark.parametrize("text", ["", "b2-s8192-causal", "x3", "fwd-bf16-d64-b2-s8192-h16", "s12y"])
-def test_wrong_workloads(text):
-    with pytest.raises(ValueError, match=r"workload has .*; accepted: bBATCH, sSEQLEN\[xSEQLEN_K\]"):
-        parse(text, Traits.parse(NAME))

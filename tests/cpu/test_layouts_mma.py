@@ -1,15 +1,12 @@
 """The laws of accumulators: rows and columns, the next MMA's operand, stores."""
 
-import cutlass
 import numpy as np
 import pytest
-from cutlass import BFloat16, Float16, Float32, Int32, cute
+from cutlass import BFloat16, Float16, Float32, cute
 
 import layouts
 from layouts import model
-from layouts.host import coordinate_table, run_on_host
-
-# The loops over one thread's registers are unrolled on purpose: fragments take static indices.
+from layouts.host import coordinate_table
 
 
 def warp_mma(num_warps, warps_n=1):
@@ -47,30 +44,9 @@ def accumulator_coordinates(make, threads, tile_m, tile_n):
     )
 
 
-@cute.jit
-def write_view(
-    make: cutlass.Constexpr, tile: cutlass.Constexpr, transposed: cutlass.Constexpr, out: cute.Tensor
-):
-    """out[thread, r, c] = (row, col, the coordinate of the view's element (r, c) in the partition)."""
-    tiled_mma = make()
-    modes = layouts.row_col_modes(tiled_mma, *tile, transposed=transposed)
-    for thread in cutlass.range(cute.size(out.shape[0])):
-        coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(tile))
-        acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C(tile), Int32)
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = coords[i][0] * 1000 + coords[i][1]
-        view = layouts.row_col_view(acc, modes)
-        row, col = layouts.thread_row_col(tiled_mma, *tile, thread, transposed)
-        for r in cutlass.range_constexpr(len(modes.rows)):
-            for c in cutlass.range_constexpr(len(modes.cols)):
-                out[thread, r, c, 0] = row + modes.rows[r]
-                out[thread, r, c, 1] = col + modes.cols[c]
-                out[thread, r, c, 2] = view[r, c]
-
-
 @pytest.mark.parametrize("transposed", [False, True], ids=["untransposed", "transposed"])
 @pytest.mark.parametrize("name", TILES)
-def test_rows_and_columns_are_those_of_the_partition(name, transposed):
+def test_rows_columns_and_registers_are_those_of_the_partition(name, transposed):
     make, threads, *tile = TILES[name]
     modes = model.trace(lambda: layouts.row_col_modes(make(), *tile, transposed=transposed))
     assert all(type(offset) is int for offset in modes.rows + modes.cols)
@@ -79,26 +55,19 @@ def test_rows_and_columns_are_those_of_the_partition(name, transposed):
     coords = accumulator_coordinates(make, threads, *tile)
     if transposed:
         coords = coords[..., ::-1]
+
+    def registers():
+        acc = cute.make_rmem_tensor(make().partition_shape_C(tuple(tile)), Float32)
+        return model.table(layouts.row_col_view(acc, modes).layout)
+
     # Every thread's elements are the product of its rows and its columns, offset by its first element.
-    rows, cols = (np.unique(coords[..., axis] - coords[:, :1, axis]) for axis in (0, 1))
-    assert tuple(rows) == modes.rows and tuple(cols) == modes.cols
+    view = model.trace(registers)
+    assert (np.sort(view, axis=None) == np.arange(coords.shape[1])).all()
+    product = np.stack(np.meshgrid(modes.rows, modes.cols, indexing="ij"), -1)
+    assert (coords[:, view] - coords[:, :1, None] == product).all()
     count = np.zeros(tuple(tile)[::-1] if transposed else tuple(tile), dtype=int)
     np.add.at(count, (coords[..., 0], coords[..., 1]), 1)
     assert (count == 1).all()
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["untransposed", "transposed"])
-@pytest.mark.parametrize("name", [name for name in TILES if "256" not in name and "176" not in name])
-def test_view_addresses_the_registers_of_its_rows_and_columns(name, transposed):
-    make, threads, *tile = TILES[name]
-    modes = model.trace(lambda: layouts.row_col_modes(make(), *tile, transposed=transposed))
-    table = run_on_host(
-        lambda out: write_view(make, tuple(tile), transposed, out),
-        *(threads, len(modes.rows), len(modes.cols), 3),
-    )
-    row, col, held = table[..., 0], table[..., 1], table[..., 2]
-    assert (held == (col * 1000 + row if transposed else row * 1000 + col)).all()
-    assert table.shape[0] * table.shape[1] * table.shape[2] == tile[0] * tile[1]
 
 
 def test_view_of_another_accumulator_is_refused():
@@ -112,23 +81,6 @@ def test_view_of_another_accumulator_is_refused():
 
 
 # Accumulator -> A operand
-
-
-@cute.jit
-def write_operand(
-    first: cutlass.Constexpr, second: cutlass.Constexpr, tile: cutlass.Constexpr, out: cute.Tensor
-):
-    mma_p, mma_o = first(), second()
-    for thread in cutlass.range(cute.size(out.shape[0])):
-        produced = mma_p.get_slice(thread).partition_C(cute.make_identity_tensor(tile))
-        wanted = mma_o.get_slice(thread).partition_A(cute.make_identity_tensor(tile))
-        acc = cute.make_rmem_tensor(mma_p.partition_shape_C(tile), Int32)
-        for i in cutlass.range_constexpr(cute.size(acc)):
-            acc[i] = produced[i][0] * 1000 + produced[i][1]
-        operand = layouts.as_operand_a(acc)
-        for i in cutlass.range_constexpr(cute.size(operand)):
-            out[thread, i, 0] = operand[i]
-            out[thread, i, 1] = wanted[i][0] * 1000 + wanted[i][1]
 
 
 OPERANDS = {
@@ -145,22 +97,18 @@ OPERANDS = {
 @pytest.mark.parametrize("name", OPERANDS)
 def test_accumulator_is_the_next_mmas_operand(name):
     first, second, threads, tile = OPERANDS[name]
-    values = tile[0] * tile[1] // threads
-    table = run_on_host(lambda out: write_operand(first, second, tile, out), threads, values, 2)
-    assert (table[..., 0] == table[..., 1]).all()
 
-    def shapes():
+    def operand():
         acc = cute.make_rmem_tensor(first().partition_shape_C(tile), Float16)
-        operand = layouts.as_operand_a(acc)
-        return (
-            cute.rank(operand),
-            [cute.size(operand, mode=[i]) for i in range(3)],
-            second().partition_shape_A(tile),
-        )
+        return model.table(layouts.as_operand_a(acc).layout), second().partition_shape_A(tile)
 
-    rank, sizes, expected = model.trace(shapes)
-    assert rank == 3
-    assert sizes == [int(np.prod(mode)) for mode in expected]
+    registers, expected = model.trace(operand)
+    assert registers.shape == tuple(int(np.prod(mode)) for mode in expected)
+    held = accumulator_coordinates(first, threads, *tile)
+    wanted = coordinate_table(
+        lambda t: second().get_slice(t).partition_A(cute.make_identity_tensor(tile)), threads
+    )
+    assert (held[:, registers.ravel(order="F")] == wanted).all()
 
 
 @pytest.mark.parametrize("shape", [((2, 2), 1, 3), ((2, 2, 3), 1, 1)], ids=["warp", "wgmma"])
@@ -220,6 +168,3 @@ def test_transposed_store_exchanges_rows_and_columns_of_each_8_x_8(n):
     matrix = value % 8 // 2
     assert (source.row == thread // 32 * 16 + lane // 4 + 8 * (matrix % 2)).all()
     assert (source.col == value // 8 * 16 + 8 * (matrix // 2) + lane % 4 * 2 + value % 2).all()
-
-
-# Compilation: two chained products

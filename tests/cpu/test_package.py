@@ -35,19 +35,6 @@ def test_names_are_listed_and_loaded_on_first_use():
     )
     assert text == "\ncute_attn.lab.verdict cute_attn.lab.statistics True\n"
     assert {*layouts.__all__} <= {*dir(layouts)}
-    with pytest.raises(AttributeError, match="no attribute 'atention'"):
-        cute_attn.atention  # noqa: B018
-    with pytest.raises(AttributeError, match="no attribute 'verdct'"):
-        cute_attn.lab.verdct  # noqa: B018
-
-
-def test_the_laboratory_says_where_a_function_is():
-    with pytest.raises(TypeError, match=r"its function is cute_attn.lab.verdict.verdict$"):
-        cute_attn.lab.verdict("forward-sm80-bf16-d64")
-    with pytest.raises(TypeError, match=r"^cute_attn.lab.race is a module$"):
-        cute_attn.lab.race()
-    with pytest.raises(TypeError, match=r"its function is layouts.show.show$"):
-        importlib.import_module("layouts.show")(lambda: None, "mma.png")
 
 
 @pytest.mark.parametrize("package", [cute_attn.lab, layouts], ids=lambda package: package.__name__)
@@ -57,6 +44,20 @@ def test_a_package_says_where_a_function_of_a_module_is(package):
             getattr(package, name)
         module, function = place.split(".")
         assert callable(getattr(importlib.import_module(f"{package.__name__}.{module}"), function))
+
+
+ELSEWHERE = """
+cute_attn.atention -> AttributeError: no attribute 'atention'
+cute_attn.lab.verdct -> AttributeError: no attribute 'verdct'
+cute_attn.lab.verdict("forward-sm80-bf16-d64") -> TypeError: its function is cute_attn.lab.verdict.verdict
+cute_attn.lab.race() -> TypeError: cute_attn.lab.race is a module
+importlib.import_module("layouts.show")(lambda: None, "mma.png") -> TypeError: its function is layouts.show.show
+"""
+
+
+@refusals.each(ELSEWHERE)
+def test_what_is_no_name_or_a_module_is_said(call, sentence):
+    refusals.check(call, sentence, globals())
 
 
 @pytest.mark.parametrize("package", [cute_attn, layouts], ids=lambda package: package.__name__)
@@ -121,12 +122,6 @@ def test_an_editor_knows_what_a_users_call_returns(tmp_path):
     assert sorted({one["range"]["start"]["line"] + 1 for one in errors}) == WRONG_LINES, done.stdout
 
 
-def test_mypy_reads_a_users_calls():
-    """It refuses a mark of an error that is none."""
-    mypy = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    assert "tests.users" in mypy["modules"] and mypy["warn_unused_ignores"] and len(WRONG_LINES) == 4
-
-
 def test_every_file_of_a_package_is_installed():
     """Python files by the packages that are found, all others by a pattern."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -167,11 +162,6 @@ def test_another_system_is_refused_in_one_sentence():
     assert in_a_new_process(code) == text
 
 
-def test_the_version():
-    done = processes.run("-m", "cute_attn", "--version")
-    assert (done.returncode, done.stdout) == (0, f"cute-attn {cute_attn.__version__}\n")
-
-
 def test_shells_complete_commands_and_names():
     def offered(line):
         asked = {
@@ -191,40 +181,32 @@ def test_shells_complete_commands_and_names():
 
 
 @pytest.mark.parametrize(
-    ("base", "key"),
-    [
-        (registry.KERNELS["forward", "sm80", ""], ("forward", "sm80")),
-        (registry.KERNELS["forward", "sm90", ""], ("forward", "sm90")),
-        (registry.kernel_class(registry.Traits("forward", "sm90", "bf16", 512)), ("forward", "sm90")),
-        (registry.KERNELS["backward", "sm90", ""], ("backward", "sm90")),
-        (registry.KERNELS["kvcache", "sm80", ""], ("kvcache", "sm80")),
-    ],
+    "name",
+    [f"{x}-bf16-d64" for x in ("forward-sm80", "forward-sm90", "backward-sm90", "kvcache-sm80")]
+    + ["forward-sm90-bf16-d512"],
 )
-def test_a_variant_computes_what_its_base_does(monkeypatch, base, key):
+def test_a_variant_computes_what_its_base_does(monkeypatch, name):
     monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
-    mine = type("Mine", (base,), {})
+    traits = registry.Traits.parse(name)
+    mine = type("Mine", (registry.kernel_class(traits),), {})
     cute_attn.register(mine, variant="mine")
-    assert registry.KERNELS[*key, "mine"] is mine
-    cute_attn.register(mine, variant="same", op=key[0], arch=key[1])
-    assert registry.KERNELS[*key, "same"] is mine
-    with pytest.raises(
-        ValueError, match=f"arch 'sm75' for Mine; accepted of what it extends: {key[0]!r} and"
-    ):
-        cute_attn.register(mine, variant="mine", arch="sm75")
+    assert registry.KERNELS[traits.op, traits.arch, "mine"] is mine
+    cute_attn.register(mine, variant="same", op=traits.op, arch=traits.arch)
+    assert registry.KERNELS[traits.op, traits.arch, "same"] is mine
 
 
 def test_a_variant_of_a_class_for_two_generations_says_which(monkeypatch):
     monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
-    mine = type("Mine", (registry.KERNELS["combine", "sm90", ""],), {})
-    with pytest.raises(
-        ValueError, match="accepted of what it extends: 'combine' and 'sm80' or 'combine' and 'sm90'"
-    ):
-        cute_attn.register(mine, variant="mine")
+    mine = extending("combine", "sm90")
     cute_attn.register(mine, variant="mine", arch="sm90")
     assert registry.KERNELS["combine", "sm90", "mine"] is mine
     other = type("Other", (), dict.fromkeys(("supports", "default_tile", "__call__"), print))
     cute_attn.register(other, variant="other")
     assert registry.KERNELS["forward", "sm80", "other"] is other
+
+
+def extending(op, arch):
+    return type("Mine", (registry.KERNELS[op, arch, ""],), {})
 
 
 NO_KERNELS = """
@@ -243,6 +225,10 @@ register(toy.Toy, variant="x", op="sideways") -> ValueError: op is 'sideways'; a
 register(toy.Toy, variant="x", arch="sm75") -> ValueError: arch is 'sm75'; accepted: sm80, sm90
 register(registry.KERNELS["append", "sm80", ""], variant="x", op="forward")
     -> ValueError: op is 'forward' ... 'append' and 'sm80'
+register(extending("forward", "sm90"), variant="x", arch="sm75")
+    -> ValueError: arch 'sm75' for Mine; accepted of what it extends: 'forward' and
+register(extending("combine", "sm90"), variant="x")
+    -> ValueError: accepted of what it extends: 'combine' and 'sm80' or 'combine' and 'sm90'
 """
 
 
@@ -266,31 +252,22 @@ class Narrower(ForwardSm80):
         return super().default_tile(traits, target)
 
 
-class Capped(Narrower):
-    def score_args(self, inputs):
-        return ()
+Kvcache, ForwardSm90 = registry.KERNELS["kvcache", "sm80", ""], registry.KERNELS["forward", "sm90", ""]
 
 
-class Called(ForwardSm80):
-    def __call__(self, *args):
-        raise AssertionError
+def changed(name, base, *attributes):
+    return type(name, (base,), dict.fromkeys(attributes))
 
 
 @pytest.mark.parametrize(
     ("kernel", "reason"),
     [
         (Narrower, None),
-        (
-            type("Copied", (registry.KERNELS["kvcache", "sm80", ""],), {"gmem_load": ForwardSm80.gmem_load}),
-            None,
-        ),
-        (Capped, "Capped overrides score_args"),
-        (Called, "Called overrides __call__"),
-        (type("Typed", (ForwardSm80,), {"dtype": None, "kernel": None}), "Typed overrides dtype, kernel"),
-        (
-            type("Produced", (registry.KERNELS["forward", "sm90", ""],), {"run_roles": None}),
-            "Produced overrides run_roles",
-        ),
+        (type("Copied", (Kvcache,), {"gmem_load": ForwardSm80.gmem_load}), None),
+        (changed("Capped", Narrower, "score_args"), "Capped overrides score_args"),
+        (changed("Called", ForwardSm80, "__call__"), "Called overrides __call__"),
+        (changed("Typed", ForwardSm80, "dtype", "kernel"), "Typed overrides dtype, kernel"),
+        (changed("Produced", ForwardSm90, "run_roles"), "Produced overrides run_roles"),
         (toy.Toy, "Toy extends no kernel of the package"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

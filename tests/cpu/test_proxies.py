@@ -7,13 +7,14 @@ import pytest
 from cute_attn.compiler import compile
 from cute_attn.lab.proxies import TmaPipeline, proxy_order
 from cute_attn.lab.sass import BYTES, Code, Instruction
+from tests.listings import instructions
 
 FORWARD, BACKWARD = "forward-sm90-bf16-d64-causal", "backward-sm90-bf16-d64-causal-dropout"
 """Which test_defaults.py builds, too."""
 
 
-def code_of(name: str, tile: str | None = None) -> Code:
-    return Code.of(compile(name, tile, "sm90").cubin, name)
+def code_of(name: str) -> Code:
+    return Code.of(compile(name, None, "sm90").cubin, name)
 
 
 def without_fences(code: Code) -> Code:
@@ -25,9 +26,6 @@ def without_fences(code: Code) -> Code:
     return Code(tuple(map(changed, code.instructions)))
 
 
-# ---- kernels ----
-
-
 @pytest.mark.slow
 def test_stored_tiles_without_fences_are_found():
     """O and dK are written by threads and stored by TMA, dQ is added by another warp's bulk reduction."""
@@ -35,8 +33,6 @@ def test_stored_tiles_without_fences_are_found():
     assert {"UTMASTG", "SYNCS"} <= found
     assert "UTMASTG" in {i.opcode for i in unordered(without_fences(code_of(FORWARD)))}
 
-
-# ---- code by hand ----
 
 FULL, EMPTY, OTHER = "[UR4+0x10]", "[UR4+0x18]", "[UR4+0x40]"
 START = [f"SYNCS.EXCH.64 URZ,{barrier},UR6" for barrier in (FULL, EMPTY, OTHER)]
@@ -52,15 +48,8 @@ FENCE, READ = "FENCE.VIEW.ASYNC.S", "LDSM.16.M88.4 R80,[R76]"
 
 
 def code(*lines: str) -> Code:
-    """Instructions, some with a predicate, after a producer's of one pipeline."""
-    made = []
-    for n, line in enumerate([*START, *PRODUCER, *lines, "EXIT"]):
-        predicate, _, rest = line.partition(" ") if line.startswith("@") else ("", "", line)
-        name, _, operands = rest.partition(" ")
-        opcode, *modifiers = name.split(".")
-        given = (tuple(modifiers), tuple(filter(None, operands.split(","))), predicate, 1, ())
-        made.append(Instruction(BYTES * n, opcode, *given))
-    return Code(tuple(made))
+    """Instructions after a producer's of one pipeline."""
+    return Code(instructions(*START, *PRODUCER, *lines, "EXIT"))
 
 
 def address(n: int) -> str:

@@ -1,12 +1,13 @@
 """The static rank: its parts by hand, and pairs of tiles whose winner bench/notes.md states."""
 
-import dataclasses
+from dataclasses import replace  # noqa: F401  # in wrong calls
 
 import pytest
 
-from cute_attn.lab.benchmark.workload import Workload, standard, visible_pairs
+from cute_attn.lab.benchmark.workload import Workload, standard, visible_pairs  # noqa: F401
 from cute_attn.lab.rank import LATENCY, estimate, makespan, work_tiles
 from cute_attn.lab.verdict import Clocks, StepCost, Verdict, verdict
+from tests import refusals
 from tests.measured_pairs import PAIRS, Pair
 
 
@@ -16,16 +17,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("pair", [p for p in PAIRS if whole or p.quick], ids=lambda pair: pair.what)
 
 
-# ---- measured pairs ----
-
-
 def test_the_winner_of_a_pair(pair: Pair):
     faster, slower = (verdict(pair.name, tile, "sm90") for tile in pair.tiles)
     assert faster.tile != slower.tile
     assert (estimate(faster, pair.load) < estimate(slower, pair.load)) == pair.right
 
-
-# ---- the model ----
 
 CLOCKS = Clocks(tensor=300.0, special=0.0, issue=400.0, shared=0.0, warp=100.0)
 STEP = StepCost(0, 100, 16, 64, 32, 8192, CLOCKS)
@@ -56,25 +52,16 @@ def test_list_scheduling():
     assert makespan({2.0: many}, 100) == pytest.approx(2 * many / 100, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "changes, load, message",
-    [
-        ({"reason": "it is too large"}, None, "nothing to estimate: it is too large"),
-        ({"step": None, "no_step": "it has no loop"}, None, "nothing to estimate: it has no loop"),
-        ({"tile": "values=3"}, LOAD, "tile is 'values=3'; accepted for an estimate"),
-        (
-            {},
-            standard(64, 512, op="backward"),
-            "accepted: one of forward, which forward-sm90-bf16-d64 computes",
-        ),
-    ],
-)
-def test_a_wrong_call_is_one_sentence(changes, load, message):
-    with pytest.raises(ValueError) as error:
-        estimate(dataclasses.replace(PLAIN, **changes), load)
-    assert message in str(error.value) and "\n" not in str(error.value)
+WRONG = """
+estimate(replace(PLAIN, reason="it is too large")) -> ValueError: nothing to estimate: it is too large
+estimate(replace(PLAIN, step=None, no_step="it has no loop")) -> ValueError: nothing to estimate: it has no loop
+estimate(replace(PLAIN, tile="values=3"), LOAD) -> ValueError: tile is 'values=3'; accepted for an estimate
+estimate(PLAIN, standard(64, 512, op="backward"))
+    -> ValueError: accepted: one of forward, which forward-sm90-bf16-d64 computes
+estimate(3) -> TypeError: verdict is 3; accepted: what cute_attn
+"""
 
 
-def test_only_a_verdict_is_estimated():
-    with pytest.raises(TypeError, match="verdict is 3; accepted: what cute_attn"):
-        estimate(3)
+@refusals.each(WRONG)
+def test_a_wrong_call_is_one_sentence(call, sentence):
+    refusals.check(call, sentence, globals())

@@ -52,9 +52,6 @@ def found_candidates(shape):
     return prepared, regret.candidates(shape, prepared)
 
 
-# ---- shapes ----
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_a_seed_determines_the_shapes(op):
     first = shapes_of(op, 3, 24)
@@ -62,9 +59,6 @@ def test_a_seed_determines_the_shapes(op):
     assert not {shape.name for shape in first} & {shape.name for shape in shapes_of(op, 4, 24)}
     assert len({shape.name for shape in first}) == 24 and {shape.op for shape in first} == {op}
     assert {shape.of.dtype for shape in first} == {"bf16", "fp16"}
-
-
-# ---- candidates ----
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=ids)

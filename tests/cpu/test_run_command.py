@@ -2,14 +2,11 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from cute_attn.cli import run
-from cute_attn.cli.main import app
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import operators, overrides
@@ -121,22 +118,6 @@ def test_calls_of_modules_and_by_other_doors_are_listed(tmp_path):
     }
     by_us = [row for row in rows if "." in row["operator"]]
     assert {row["reason"] for row in by_us} == {"query is on cpu, where the reference computes it"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-m", "nosuchmodule"], "the module is 'nosuchmodule'; accepted after -m: one that can be imported"),
-        (["nothing.py"], "the program is 'nothing.py'; accepted: a Python file, a folder or zip file"),
-        ([str(Path(__file__).parent)], "cpu'; accepted: a Python file, a folder or zip file with a __main__"),
-        (["--backends", "math", __file__], r"backends is \('math',\); accepted: a tuple"),
-    ],
-)
-def test_wrong_arguments(arguments, message):
-    done = CliRunner().invoke(app, ["run", *arguments])
-    assert isinstance(done.exception, ValueError) and not done.output
-    with pytest.raises(ValueError, match=message):
-        raise done.exception
 
 
 def tensors():

@@ -4,10 +4,9 @@ import pytest
 
 from cute_attn.compiler import compile, cubin
 from cute_attn.kernels.step import StepContent
-from cute_attn.lab.sass import BYTES, Code, Instruction, Loop, StepNotFound
+from cute_attn.lab.sass import BYTES, Code, Loop, StepNotFound
 from tests import toy
-
-# ---- instructions ----
+from tests.listings import instructions
 
 
 def test_instructions_are_those_of_the_text(fresh_cache):
@@ -23,44 +22,29 @@ def test_instructions_are_those_of_the_text(fresh_cache):
     assert "LDG.E" in names and all(1 <= i.stall <= 15 for i in code.instructions if i.opcode == "FFMA")
 
 
-def instruction(
-    address: int, opcode: str, *operands: str, predicate: str = "", stall: int = 1
-) -> Instruction:
-    name, *modifiers = opcode.split(".")
-    return Instruction(address, name, tuple(modifiers), operands, predicate, stall, ())
-
-
-def listing(*lines: tuple) -> Code:
-    """(opcode, operands..., predicate="@P0") as code."""
-    code = []
-    for n, (opcode, *rest) in enumerate(lines):
-        predicate = rest.pop() if rest and rest[-1].startswith("@") else ""
-        code.append(instruction(BYTES * n, opcode, *rest, predicate=predicate))
-    return Code(tuple(code), "a listing")
-
-
 def at(n: int) -> str:
     return hex(BYTES * n)
 
 
-# ---- loops ----
-
-NESTED = listing(
-    ("MOV", "R0", "RZ"),
-    ("LDSM.16.M88.4", "R4", "[R2]"),  # 1: outer loop
-    ("HMMA.16816.F32", "R8", "R4", "R6", "R8"),  # 2: inner loop
-    ("BRA", at(2), "@P1"),
-    ("MUFU.EX2", "R8", "R8"),
-    ("BRA", at(8), "@P2"),
-    ("LDGSTS.E.BYPASS.128", "[R2]", "[R4]"),  # 6: the next load, if there is one
-    ("IADD3", "R1", "R1", "1"),
-    ("BRA", at(12), "@P3"),  # 8: no mask
-    ("FSEL", "R8", "R8", "P0"),
-    ("FSEL", "R9", "R9", "P0"),
-    ("NOP",),
-    ("MUFU.EX2", "R9", "R9"),  # 12
-    ("BRA", at(1), "@P0"),
-    ("EXIT",),
+NESTED = Code(
+    instructions(
+        "MOV R0, RZ",
+        "LDSM.16.M88.4 R4, [R2]",  # 1: outer loop
+        "HMMA.16816.F32 R8, R4, R6, R8",  # 2: inner loop
+        f"@P1 BRA {at(2)}",
+        "MUFU.EX2 R8, R8",
+        f"@P2 BRA {at(8)}",
+        "LDGSTS.E.BYPASS.128 [R2], [R4]",  # 6: the next load, if there is one
+        "IADD3 R1, R1, 1",
+        f"@P3 BRA {at(12)}",  # 8: no mask
+        "FSEL R8, R8, P0",
+        "FSEL R9, R9, P0",
+        "NOP",
+        "MUFU.EX2 R9, R9",  # 12
+        f"@P0 BRA {at(1)}",
+        "EXIT",
+    ),
+    "a listing",
 )
 
 
@@ -86,17 +70,12 @@ def test_a_step_that_is_not_there_is_one_sentence():
     )
 
 
-# ---- wrong inputs ----
-
-
-def test_an_unknown_form_of_nvdisasms_output_is_said(monkeypatch):
-    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}])
-    with pytest.raises(ValueError, match="nvdisasm's JSON has an unknown form"):
-        Code.of(b"")
-
-
-def test_a_cubin_of_two_kernels_is_refused(monkeypatch):
-    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: [{}, [{}, {}]])
+@pytest.mark.parametrize(
+    ("disassembled", "message"),
+    [([{}], "nvdisasm's JSON has an unknown form"), ([{}, [{}, {}]], "has 2 kernels; accepted: one")],
+)
+def test_what_is_not_the_code_of_one_kernel_is_refused(monkeypatch, disassembled, message):
+    monkeypatch.setattr(cubin, "disassemble_json", lambda cubin: disassembled)
     monkeypatch.setattr(cubin, "sections", lambda cubin: [])
-    with pytest.raises(ValueError, match="the machine code has 2 kernels; accepted: one"):
+    with pytest.raises(ValueError, match=message):
         Code.of(b"")

@@ -7,17 +7,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 import layouts
 from cute_attn.lab.pictures import pictures
 from layouts.show import BankConflicts, bank_conflicts
+from tests import refusals
 
 
 def mma():
     return layouts.tiled_mma_sm80(Float16, 4)
-
-
-def smem_64():
-    return layouts.smem_layout(64, 64, Float16)
-
-
-# Bank conflicts
 
 
 @pytest.mark.parametrize(("bits", "ways"), [(None, 1), (3, 1), (2, 2), (1, 4), (0, 8)])
@@ -55,28 +49,19 @@ def test_defaults_are_free_of_conflicts(cols):
     assert store.extra == 0
 
 
-@pytest.mark.parametrize(
-    ("copy", "layout", "message"),
-    [
-        (lambda: layouts.store_copy_c(mma(), Float16, "sm80"), smem_64, "side=None"),
-        (
-            lambda: layouts.ldmatrix_copy_a(mma(), Float16),
-            lambda: layouts.smem_layout(48, 64, Float16),
-            "48 x 64",
-        ),
-        (lambda: layouts.ldmatrix_copy_b(mma(), Float16, transpose=True), smem_64, "vectors of 16 bytes"),
-        (lambda: layouts.gmem_tiled_copy(Float16, 16, 64, asynchronous=True), smem_64, "16 threads"),
-    ],
-)
-def test_wrong_shapes_are_refused(copy, layout, message):
-    with pytest.raises(ValueError, match=message):
-        bank_conflicts(copy, layout, Float16)
+WRONG = """
+layouts.store_copy_c(mma(), Float16, "sm80"), 64 -> side=None
+layouts.ldmatrix_copy_a(mma(), Float16), 48 -> 48 x 64
+layouts.ldmatrix_copy_b(mma(), Float16, transpose=True), 64 -> vectors of 16 bytes
+layouts.gmem_tiled_copy(Float16, 16, 64, asynchronous=True), 64 -> 16 threads
+"""
 
 
-# Pictures
-
-
-# Masks
+@refusals.each(WRONG)
+def test_wrong_shapes_are_refused(call, sentence):
+    copy, _, rows = call.rpartition(", ")
+    call = f"bank_conflicts(lambda: {copy}, lambda: layouts.smem_layout({rows}, 64, Float16), Float16)"
+    refusals.check(call, f"ValueError: {sentence}", globals())
 
 
 def test_a_block_mask_is_drawn(tmp_path):

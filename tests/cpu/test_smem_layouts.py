@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from cutlass import cute
+from cutlass import BFloat16, cute
 
 import layouts
 from cute_attn import compile, lookup
@@ -17,23 +17,28 @@ from cute_attn.traits import Traits
 from tests import processes
 from tests.defaults import representative
 
-PLAIN = Traits.parse("forward-sm80-bf16-d64")
+PLAIN, WIDE = Traits.parse("forward-sm80-bf16-d64"), Traits.parse("forward-sm90-bf16-d128")
 
 
-class Overlapping(ForwardSm80):
-    """Each row starts in the middle of the one before."""
+def forward(layout, kernel=ForwardSm80):
+    """A class of forward-sm80, or of another kernel, whose layouts are ``layout(rows, columns, stages)``."""
 
-    def smem_layout(self, rows, head_dim, stages=1):
-        stride = padded(head_dim) // 2
-        return cute.make_layout((rows, padded(head_dim), stages), stride=(stride, 1, rows * stride))
+    class Mine(kernel):
+        def smem_layout(self, rows, head_dim, stages=1):
+            return layout(rows, padded(head_dim), stages)
+
+    return Mine
 
 
-class Twice(ForwardSm80):
-    """Every other row is left empty."""
+def strided(*strides):
+    return lambda *shape: cute.make_layout(shape, stride=tuple(f(*shape) for f in strides))
 
-    def smem_layout(self, rows, head_dim, stages=1):
-        stride = 2 * padded(head_dim)
-        return cute.make_layout((rows, padded(head_dim), stages), stride=(stride, 1, rows * stride))
+
+ONE = (lambda r, c, s: 1,)
+OVERLAPPING = strided(lambda r, c, s: c // 2, *ONE, lambda r, c, s: r * c // 2)
+"""Each row starts in the middle of the one before."""
+TWICE = strided(lambda r, c, s: 2 * c, *ONE, lambda r, c, s: 2 * r * c)
+"""Every other row is left empty."""
 
 
 class RoomElsewhere(ForwardSm80Tile):
@@ -68,51 +73,60 @@ def test_the_packages_layouts_are_right(default):
     assert list(reasons(default.kernel)) == []
 
 
-def forward(layout):
-    """A class of forward-sm80 whose layouts are ``layout(rows, columns, stages)``."""
-
-    class Mine(ForwardSm80):
-        def smem_layout(self, rows, head_dim, stages=1):
-            return layout(rows, padded(head_dim), stages)
-
-    return Mine
-
-
-def strided(*strides):
-    return lambda *shape: cute.make_layout(shape, stride=tuple(f(*shape) for f in strides))
-
-
 def missing(*shape):
     return {}["missing"]
 
 
+def overriding(**methods):
+    return type("Mine", (ForwardSm80,), methods)
+
+
 SHAPE = r"accepted: a layout of \(rows, columns, stages\) = \(128, 64, 1\)"
-ONE = (lambda r, c, s: 1,)
 WRONG = {
-    "no stages": (lambda r, c, s: cute.make_layout((r, c)), rf"returns a layout of \(128, 64\); {SHAPE}"),
-    "coordinates": (lambda *shape: cute.make_identity_layout(shape), rf"returns \S+; {SHAPE} with integers alone"),
-    "a number": (lambda *shape: 3, rf"returns an int; {SHAPE}, or a swizzle over one"),
-    "raises": (missing, rf"raises KeyError: 'missing' \(test_smem_layouts.py, line \d+\); {SHAPE}"),
+    "no stages": (forward(lambda r, c, s: cute.make_layout((r, c))), rf"q returns a layout of \(128, 64\); {SHAPE}"),
+    "coordinates": (
+        forward(lambda *shape: cute.make_identity_layout(shape)),
+        rf"q returns \S+; {SHAPE} with integers alone",
+    ),
+    "a number": (forward(lambda *shape: 3), rf"q returns an int; {SHAPE}, or a swizzle over one"),
+    "raises": (forward(missing), rf"q raises KeyError: 'missing' \(test_smem_layouts.py, line \d+\); {SHAPE}"),
     "column-major": (
-        strided(*ONE, lambda r, c, s: r, lambda r, c, s: r * c),
-        r"returns \(128,64,1\):\S+, in which the 16 bytes at element \(0, 0, 0\) are not contiguous and aligned; "
+        forward(strided(*ONE, lambda r, c, s: r, lambda r, c, s: r * c)),
+        r"q returns \(128,64,1\):\S+, in which the 16 bytes at element \(0, 0, 0\) are not contiguous and aligned; "
         "accepted: rows of whole 16 bytes",
     ),
     "overlap": (
-        strided(lambda r, c, s: c // 2, *ONE, lambda r, c, s: r * c // 2),
-        r"has elements \(0, 32, 0\) and \(1, 0, 0\) in one place; accepted: a place for each",
+        forward(OVERLAPPING),
+        r"q has elements \(0, 32, 0\) and \(1, 0, 0\) in one place; accepted: a place for each",
     ),
     "negative": (
-        strided(lambda r, c, s: -c, *ONE, lambda r, c, s: r * c),
-        r"takes \S+ bytes of shared memory; accepted: at most 16,384",
+        forward(strided(lambda r, c, s: -c, *ONE, lambda r, c, s: r * c)),
+        r"q takes \S+ bytes of shared memory; accepted: at most 16,384",
+    ),
+    "few threads": (
+        overriding(tiled_mma=lambda self: layouts.tiled_mma_sm80(self.dtype, 2)),
+        r"tiled_mma\(\) is of 64 threads; accepted: a cute.TiledMma of 128 threads, which its tile has",
+    ),
+    "across warps": (
+        overriding(tiled_mma=lambda self: layouts.tiled_mma_sm80(self.dtype, 4, warps_n=2)),
+        r"tiled_mma\(\) divides the columns of a row over 2 warps; accepted: 1, its tile's warps_n",
+    ),
+    "no mma": (
+        overriding(tiled_mma=lambda self: self.gmem_load(64)),
+        r"tiled_mma\(\) returns a TiledCopy; accepted: a cute.TiledMma of 128 threads",
+    ),
+    "no copy": (
+        overriding(gmem_load=lambda self: None),
+        r"gmem_load\(64\) raises TypeError: .*takes 1 positional argument.*; accepted: a cute.TiledCopy of 128",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("layout", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_layout_is_not_compiled(variant, layout, message):
-    with pytest.raises(ValueError, match=rf"^forward-sm80:mine-bf16-d64: smem_layout of q {message}.*$"):
-        compile(variant(forward(layout)), "tile_m=128")
+@pytest.mark.parametrize(("kernel", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_layout_mma_or_copy_is_not_compiled(variant, kernel, message):
+    of = "smem_layout of " if message.startswith("q ") else ""
+    with pytest.raises(ValueError, match=f"^forward-sm80:mine-bf16-d64: {of}{message}"):
+        compile(variant(kernel), "tile_m=128,num_warps=4")
 
 
 NAMES = (
@@ -129,20 +143,19 @@ NAMES = (
     "backward-sm90-bf16-d192",
     "backward_convert-sm90-bf16-d96",
 )
-METHODS = {"smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout"} | {
-    f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")
+METHODS = {
+    *("smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout"),
+    *(f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")),
+    *("gmem_load", "gmem_store", "gmem_copy", "tiled_mma", "mma_qk", "mma_pv", "mma_sdp", "mma_dkv"),
+    *("mma_dq", "mma_scores", "scores_store", "gradient_store", "store_copy"),
 }
-PARTS = {
-    *("gmem_load", "gmem_store", "tiled_mma", "mma_qk", "mma_pv"),
-    *("gmem_copy", "mma_sdp", "mma_dkv", "mma_dq"),
-}
-PARTS |= {"mma_scores", "scores_store", "gradient_store", "store_copy"}
+"""Of layouts, copies and MMAs."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_method_of_each_kernel_is_named(name):
     kernel = lookup(Traits.parse(name))
-    methods = {method for method in METHODS | PARTS if hasattr(kernel, method)}
+    methods = {method for method in METHODS if hasattr(kernel, method)}
     called = {layout.method for layout in kernel.copies().layouts.values()}
     called |= {part.call.partition("(")[0] for part in kernel.copies().parts.values()}
     unused = set() if "bias" in name else {"bias_layout", "layout_bias"}
@@ -153,56 +166,23 @@ def test_each_method_of_each_kernel_is_named(name):
         assert any(re.match(rf"{method}(\([^)]*\)| of \w+) returns None; accepted: a ", one) for one in found)
 
 
-class FewThreads(ForwardSm80):
-    def tiled_mma(self):
-        return layouts.tiled_mma_sm80(self.dtype, 2)
-
-
-class AcrossWarps(ForwardSm80):
-    def tiled_mma(self):
-        return layouts.tiled_mma_sm80(self.dtype, 4, warps_n=2)
-
-
-class NoMma(ForwardSm80):
-    def tiled_mma(self):
-        return self.gmem_load(64)
-
-
-class NoCopy(ForwardSm80):
-    def gmem_load(self):
-        return None
-
-
-PART_MESSAGES = {
-    FewThreads: r"tiled_mma\(\) is of 64 threads; accepted: a cute.TiledMma of 128 threads, which its tile has",
-    AcrossWarps: r"tiled_mma\(\) divides the columns of a row over 2 warps; accepted: 1, its tile's warps_n",
-    NoMma: r"tiled_mma\(\) returns a TiledCopy; accepted: a cute.TiledMma of 128 threads",
-    NoCopy: r"gmem_load\(64\) raises TypeError: .*takes 1 positional argument.*; accepted: a cute.TiledCopy of 128",
-}
-
-
-@pytest.mark.parametrize("kernel", PART_MESSAGES, ids=lambda kernel: kernel.__name__)
-def test_a_wrong_mma_or_copy_is_not_compiled(variant, kernel):
-    with pytest.raises(ValueError, match=rf"^forward-sm80:\w+-bf16-d64: {PART_MESSAGES[kernel]}"):
-        compile(variant(kernel), "num_warps=4")
-
-
 def test_more_memory_than_the_tile_states(variant):
-    found = list(reasons(lookup(variant(Twice))))
+    twice = forward(TWICE)
+    found = list(reasons(lookup(variant(twice))))
     assert [reason.split()[2] for reason in found] == ["q", "k", "v", "o"]
     assert found[0] == (
         "smem_layout of q takes 32,640 bytes of shared memory; accepted: at most 16,384, which its tile's smem_areas "
         "has for it"
     )
     tile = RoomElsewhere(**vars(lookup(PLAIN).tile))
-    assert list(reasons(Twice(variant(Twice), tile))) == found
+    assert list(reasons(twice(variant(twice), tile))) == found
 
 
 FILE = """
 from cute_attn import register
-from tests.cpu.test_smem_layouts import Overlapping
+from tests.cpu.test_smem_layouts import OVERLAPPING, forward
 
-register(Overlapping, variant="overlapping")
+register(forward(OVERLAPPING), variant="overlapping")
 """
 
 
@@ -222,51 +202,45 @@ def test_each_command_says_it(command, tmp_path):
     assert "passed" not in done.stdout and "Traceback" not in done.stderr
 
 
-def test_an_unswizzled_layout_is_right(variant):
-    class Unswizzled(ForwardSm80):
-        def smem_layout(self, rows, head_dim, stages=1):
-            return layouts.smem_layout(rows, padded(head_dim), self.dtype, stages=stages, swizzle_bits=0)
-
-    assert list(reasons(lookup(variant(Unswizzled)))) == []
+def unswizzled(rows, cols, stages):
+    return layouts.smem_layout(rows, cols, BFloat16, stages=stages, swizzle_bits=0)
 
 
-def plain(rows, cols, stages, dtype):
-    return cute.make_layout((rows, cols, stages), stride=(cols, 1, rows * cols))
+def narrow(rows, cols, stages):
+    atom = layouts.wgmma_smem_layout(8, 32, BFloat16)
+    return cute.tile_to_shape(atom, (rows, cols, stages), order=(0, 1, 2))
 
 
-def amperes(rows, cols, stages, dtype):
-    return layouts.smem_layout(rows, cols, dtype, stages=stages)
+@pytest.mark.parametrize(
+    ("layout", "kernel", "traits"), [(unswizzled, ForwardSm80, PLAIN), (narrow, ForwardSm90, WIDE)]
+)
+def test_other_swizzles_are_right(variant, layout, kernel, traits):
+    assert list(reasons(lookup(variant(forward(layout, kernel), traits)))) == []
 
 
-def long_rows(rows, cols, stages, dtype):
+PLAIN_ROWS = strided(lambda r, c, s: c, *ONE, lambda r, c, s: r * c)
+
+
+def amperes(rows, cols, stages):
+    return layouts.smem_layout(rows, cols, BFloat16, stages=stages)
+
+
+def long_rows(*shape):
     """Rows of 256 bytes with a swizzle of 128: eight rows of an atom lie apart."""
-    return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, plain(rows, cols, stages, dtype))
+    return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, PLAIN_ROWS(*shape))
 
 
-def shifted_stages(rows, cols, stages, dtype):
+def shifted_stages(rows, cols, stages):
     """The second stage starts within an atom."""
-    one = layouts.wgmma_smem_layout(rows, cols, dtype)
+    one = layouts.wgmma_smem_layout(rows, cols, BFloat16)
     stage = cute.make_layout(stages, stride=rows * cols + 8)
     return cute.make_composed_layout(one.inner, 0, cute.append(one.outer, stage))
 
 
-@pytest.mark.parametrize("layout", [plain, amperes, long_rows, shifted_stages])
+@pytest.mark.parametrize("layout", [PLAIN_ROWS, amperes, long_rows, shifted_stages])
 def test_a_layout_that_wgmma_cannot_read_is_refused_with_what_it_needs(variant, layout):
-    class Mine(ForwardSm90):
-        def smem_layout(self, rows, head_dim, stages=1):
-            return layout(rows, head_dim, stages, self.dtype)
-
     with pytest.raises(
         ValueError, match=r"smem_layout of k returns .*; accepted on sm90: a swizzle of"
     ) as error:
-        compile(variant(Mine, Traits.parse("forward-sm90-bf16-d128")))
+        compile(variant(forward(layout, ForwardSm90), WIDE))
     assert "layouts.wgmma_smem_layout" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_narrower_swizzle_is_right_on_hopper(variant):
-    class Narrow(ForwardSm90):
-        def smem_layout(self, rows, head_dim, stages=1):
-            atom = layouts.wgmma_smem_layout(8, 32, self.dtype)
-            return cute.tile_to_shape(atom, (rows, padded(head_dim), stages), order=(0, 1, 2))
-
-    assert list(reasons(lookup(variant(Narrow, Traits.parse("forward-sm90-bf16-d128"))))) == []

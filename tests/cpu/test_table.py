@@ -57,9 +57,3 @@ def test_the_command_prints_both_tables(monkeypatch):
     rows = json.loads(run("--arch", "sm80", "--target", "sm86", "--json").stdout)
     assert {one["target"] for one in rows} == {"sm86"} and len(rows) == 3 * 8 * 2 * 2
     assert "fp32_aligned_64x64_k32_sm80" in run("--like", "mem_efficient").stdout
-
-
-@pytest.mark.parametrize("option", ["op", "arch", "like", "target"])
-def test_a_wrong_option_is_named(option):
-    with pytest.raises(ValueError, match=f"{option} is 'x'; accepted: "):
-        run(f"--{option}", "x")

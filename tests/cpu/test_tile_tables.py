@@ -14,7 +14,6 @@ from cute_attn.tiles.table import Cell, Row, Table
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
 from tests.cpu.test_examples import load
-from tests.defaults import cover, covering
 
 ROOT = Path(__file__).parents[2]
 TABLES = {
@@ -22,6 +21,7 @@ TABLES = {
     for path in sorted((ROOT / "cute_attn/kernels").glob("*/tiles.csv"))
 }
 ROWS = [(kernel, row) for kernel, table in TABLES.items() for row in table.rows]
+BUILT_ROWS = [(kernel, row) for kernel, row in ROWS if row.built]
 MEASURED = re.compile(
     r"([\d.]+) (TFLOP/s|GB/s)(?: and causal ([\d.]+))? on (\S+); ([A-Z]\d+[\w ]*); ([0-9a-f]{7,12})"
 )
@@ -44,8 +44,8 @@ def missing(kernel: str, row: Row, tables: dict[str, Table]) -> str:
     return "" if other and other[0].measured else f"like {row.like!r}, which names no measured row"
 
 
-def of(rows: list[tuple[str, Row]]) -> list:
-    return [pytest.param(*one, id=f"{one[0]}/{one[1].name}") for one in rows]
+def named(one: tuple[str, Row]) -> str:
+    return f"{one[0]}/{one[1].name}"
 
 
 def test_there_is_a_table_for_each_kernel_with_products():
@@ -54,37 +54,14 @@ def test_there_is_a_table_for_each_kernel_with_products():
 
 
 def test_each_row_has_its_evidence():
-    assert [
-        f"{kernel}/{row.name}: {what}" for kernel, row in ROWS if (what := missing(kernel, row, TABLES))
-    ] == []
+    found = {named((kernel, row)): missing(kernel, row, TABLES) for kernel, row in ROWS}
+    assert {name: what for name, what in found.items() if what} == {}
 
 
 def test_names_of_rows_are_their_own():
     for kernel, table in TABLES.items():
         names = [row.name for row in table.rows]
         assert len(set(names)) == len(names), kernel
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"measured": "", "built": "", "like": ""}, "neither measured nor built"),
-        ({"measured": "fast"}, "measured is 'fast'"),
-        ({"measured": "340 TFLOP/s on fwd-bf16-d64-b1-s512-h1; H200"}, "measured is"),
-        ({"measured": "", "like": ""}, "names no measured row"),
-        ({"measured": "", "like": "nowhere"}, "names no measured row"),
-        ({"measured": "", "like": "d96"}, "names no measured row"),
-        ({"measured": "", "like": "kvcache_sm80/d64"}, "names no measured row"),
-        (
-            {"measured": "", "built": "forward-sm80-bf16-d64 on sm80: 255 registers, 9 bytes, 4 spills"},
-            "which spills",
-        ),
-    ],
-)
-def test_a_row_without_evidence_is_found(changes, what):
-    row = next(row for row in TABLES["forward_sm80"].rows if row.name == "d96")
-    assert missing("forward_sm80", row, TABLES) == ""
-    assert what in missing("forward_sm80", row._replace(**changes), TABLES)
 
 
 def test_measured_speeds_are_on_record():
@@ -106,8 +83,9 @@ def as_built(row: Row, traits: Traits, target: str) -> Tile:
     return first_that_fits(tiles, traits, target)
 
 
-@pytest.mark.parametrize(("kernel", "row"), of([one for one in ROWS if one[1].built]))
-def test_what_was_built_is_a_kernel_of_its_tile(kernel, row):
+@pytest.mark.parametrize("built", BUILT_ROWS, ids=named)
+def test_what_was_built_is_a_kernel_of_its_tile(built):
+    _, row = built
     found = BUILT.fullmatch(row.built)
     if "relative_position" in found[1]:
         load("custom_epilogue")
@@ -117,33 +95,20 @@ def test_what_was_built_is_a_kernel_of_its_tile(kernel, row):
     assert int(found[4]) <= tile.smem_bytes(traits) and int(found[3]) <= REGISTERS_PER_THREAD
 
 
-FAST = ("forward_sm80/d32",)
-
-
 def pytest_generate_tests(metafunc):
     if "rebuilt" in metafunc.fixturenames:
-        rows = [one for one in ROWS if one[1].built]
+        rows = sorted(BUILT_ROWS, key=lambda one: "relative_position" in one[1].built)
         if not metafunc.config.getoption("--every-default", default=False):
-            known = {(str(one.traits), str(one.kernel.tile), one.target) for one in cover()}
-            rows = covering(rows, lambda one: {one[0]}, lambda one: 0.01 if of_kernel(one[1]) in known else 1)
-        names = [f"{kernel}/{row.name}" for kernel, row in rows]
-        slow = [() if name in FAST else pytest.mark.slow for name in names]
-        params = zip(rows, slow, names, strict=True)
-        metafunc.parametrize(
-            "rebuilt", [pytest.param(row, marks=marks, id=name) for row, marks, name in params]
-        )
-
-
-def of_kernel(row):
-    """The kernel that was built, as text, if its functions are the package's."""
-    name, target, *_ = BUILT.fullmatch(row.built).groups()
-    if "relative_position" in name:
-        return None
-    return name, str(as_built(row, Traits.parse(name), target)), target
+            rows = {kernel: (kernel, row) for kernel, row in reversed(rows)}.values()
+        params = [
+            pytest.param(one, marks=() if one[0] == "forward_sm80" else pytest.mark.slow, id=named(one))
+            for one in rows
+        ]
+        metafunc.parametrize("rebuilt", params)
 
 
 def test_a_built_row_has_its_registers(rebuilt):
-    """One of each kernel; if there is one, of those that ``test_defaults.py`` builds, too."""
+    """The first of each kernel that has no user's function."""
     kernel, row = rebuilt
     found = BUILT.fullmatch(row.built)
     if "relative_position" in found[1]:

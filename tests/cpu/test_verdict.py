@@ -13,7 +13,7 @@ from cute_attn import SpillWarning, Traits, compiler, score_mod
 from cute_attn.compiler import registry
 from cute_attn.lab.copies import conflicts
 from cute_attn.lab.verdict import lines_of, verdict
-from tests import refusals, toy
+from tests import toy
 
 AMPERE, HOPPER = "forward-sm80-bf16-d64-causal", "forward-sm90-bf16-d128-causal"
 SMALL = "forward-sm80-fp16-d32"
@@ -88,24 +88,6 @@ def test_a_tile_that_does_not_fit_says_why():
     one = verdict("forward-sm80-bf16-d64", "tile_n=512", "sm80", refuse=False)
     assert not one.fits and one.step is None and one.reason.endswith("sm80 has 166912")
     assert "fits" in str(one) and "no: forward-sm80 declined" in " ".join(str(one).split())
-
-
-WRONG = """
-verdict("forward-sm80-bf16-d64", "tile_k=3")
-    -> ValueError: tile has 'tile_k=3' (did you mean 'tile_n'?); accepted: FIELD=VALUE with a field of tile_m
-verdict("forward-sm80-bf16-d64", None, "sm70")
-    -> ValueError: target is 'sm70'; accepted: sm80, sm86, sm89, sm90, sm100, sm120
-verdict("forwards-sm80") -> ValueError: forwards-sm80
-verdict("forward-sm80-bf16-d64", "tile_n=1024", "sm80")
-    -> Unsupported: forward-sm80 declined forward-sm80-bf16-d64: tile tile_m=128,tile_n=1024,num_stages=2 needs
-verdict("forward-sm90-bf16-d64", "tile_n=24") -> Unsupported: tile_n is 24; accepted: multiples of 16 up to 256
-verdict("forward-sm90-fp32-d64") -> Unsupported: forward-sm90 declined forward-sm90-fp32-d64
-"""
-
-
-@refusals.each(WRONG)
-def test_a_wrong_call_is_one_sentence(call, sentence):
-    refusals.check(call, sentence, globals())
 
 
 def test_a_users_kernel_without_a_step_says_so(fresh_cache):
