@@ -359,21 +359,6 @@ def test_a_preprocess_tile_for_every_main_kernel(head_dim, head_dim_v, tile_m):
     assert tile.passes(traits) * tile.rows_at_once(traits) >= tile.rows
 
 
-@pytest.mark.parametrize(
-    "tile, message",
-    [
-        (T(128, 64, 48), "num_threads is 48; accepted: multiples of 32 up to 1024"),
-        (T(40, 8, 64), "tile_m is 40; accepted: multiples of 16"),
-        (T(128, 48, 64), "rows is 48; accepted: divisors of tile_m, 128"),
-        (T(128, 2, 64), "rows is 2; accepted: divisors of tile_m"),
-        (T(128, 128, 64), "rows is 128; accepted: .* at most 64"),
-    ],
-)
-def test_a_preprocess_tile_that_cannot_work_is_refused(tile, message):
-    with pytest.raises(registry.Unsupported, match=message):
-        registry.lookup(Traits("backward_preprocess", "sm80", "bf16", 64), tile)
-
-
 def test_preprocess_and_convert_refuse_score_features():
     for op in ("backward_preprocess", "backward_convert"):
         with pytest.raises(

@@ -14,7 +14,7 @@ from cute_attn.compiler import compile, registry
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm80.products import columns_of
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
-from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
+from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 from layouts.host import run_on_host
 from tests.gpu import test_fp32_backward, test_head_dims_backward
@@ -214,15 +214,6 @@ def test_vector_reductions_are_for_sm90_alone():
     assert "dq_vector" in tile.reject(traits, "sm80")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_head_dim_has_a_default_tile(target):
-    dims = range(32, 257, 32)
-    features = [{}, {"dropout": "flash"}, {"dropout": "flash", "softcap": True, "bias": "fp32"}]
-    for d, dv, more in itertools.product(dims, dims, features):
-        kernel = registry.lookup(Traits("backward", "sm80", "bf16", d, dv, **more), None, target)
-        assert kernel.tile.reject(kernel.traits, target) is None
-
-
 @pytest.mark.parametrize("v_in_regs", [False, True])
 def test_areas_overlap_only_where_memory_is_reused(v_in_regs):
     traits = Traits("backward", "sm80", "bf16", 96, 64)
@@ -246,16 +237,6 @@ def test_streamed_ctas_cover_all_columns(dtype, dims, chunk):
     assert tile.chunk(traits) == chunk
     assert tile.parts(traits) * 64 >= max(dims) > (tile.parts(traits) - 1) * 64
     assert BackwardSm80Tile().parts(traits) == 1
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_every_large_head_dim_has_a_default_tile(dtype, target):
-    dims = (*range(32, 577, 96), 512, 576)
-    for d, dv in itertools.product(dims, dims):
-        traits = Traits("backward", "sm80", dtype, d, dv)
-        kernel = registry.lookup(traits, None, target)
-        assert kernel.tile.reject(kernel.traits, target) is None
 
 
 @cute.jit

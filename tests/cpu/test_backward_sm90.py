@@ -24,29 +24,12 @@ from cute_attn.work.key_tiles import L2_SECTION_BYTES, BackwardSchedule, KeyTile
 from layouts.host import coordinate_table, offset_table
 from tests.tensors import dynamic
 
-FEATURES = (
-    *("", "-causal", "-window", "-softcap"),
-    *("-bias_fp32", "-causal-dropout", "-dropout_mem_efficient", "-varlen"),
-)
-
 
 def traits_of(rest):
     return Traits.parse(f"backward-sm90-bf16-{rest}")
 
 
 # ---- tiles ----
-
-
-def test_every_combination_has_a_tile():
-    dims = (8, 32, 40, 64, 72, 96, 104, 128, 136, 160, 192, 224, 256)
-    large = [
-        (d, dv) for d in (64, 256, 264, 320, 512, 576) for dv in (64, 256, 320, 384, 512) if max(d, dv) > 256
-    ]
-    pairs = [*itertools.product(dims, dims), *large]
-    for (d, dv), feature in itertools.product(pairs, FEATURES):
-        traits = traits_of(f"d{d}" + (f"x{dv}" if d != dv else "") + feature)
-        tile = BackwardSm90.default_tile(traits, "sm90")
-        assert tile.reject(traits, "sm90") is None, (traits, tile.reject(traits, "sm90"))
 
 
 @pytest.mark.parametrize(
@@ -78,39 +61,6 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
     assert end == tile.smem_bytes(traits) <= SHARED_MEMORY_BYTES["sm90"]
     columns = padded(traits.head_dim) // tile.cluster
     assert areas["q"][1] - areas["q"][0] == tile.num_stages_q * tile.tile_m * columns * 2
-
-
-@pytest.mark.parametrize(
-    ("rest", "text", "words"),
-    [
-        ("d64", "tile_n=192", "tile_n is 192"),
-        ("d64", "tile_m=96", "tile_m is 96"),
-        ("d64", "dq_transposed=true", "dq_transposed is true"),
-        ("d64", "num_stages_ds=3", "num_stages_q, _do, _ds are 2, 2, 3"),
-        ("d64", "num_stages_ds=1", "num_stages_ds is 1"),
-        ("d256", "dq_bulk=true", "dq_bulk is true"),
-        ("d64", "mask_warps=1", "mask_warps is 1"),
-        ("d64-dropout", "mask_warps=4", "mask_warps is 4"),
-        (
-            "d64-dropout",
-            "dq_bulk=true",
-            "mask_warps is 3; accepted: 0, or with flash's dropout and p_in_smem=false up to 1",
-        ),
-        ("d64-dropout_mem_efficient", "mask_warps=1", "mask_warps is 1"),
-        ("d256-dropout", "mask_warps=1", "mask_warps is 1"),
-        ("d128", "tile_m=128", "registers"),
-        ("d256", "num_stages_q=3", "shared memory"),
-        ("d224", "cluster=2", "cluster is 2; accepted: 1, or with padded head dims in multiples of 64"),
-        ("d256", "cluster=2", "cluster is 2; accepted: with scores_ahead"),
-        ("d256", "scores_ahead=true,num_stages_q=1", "scores_ahead is true"),
-        ("d64", "scores_ahead=true", "scores_ahead is true"),
-        ("d256", "p_in_smem=false,tile_n=128", "registers"),
-    ],
-)
-def test_a_rejected_tile_names_the_reason(rest, text, words):
-    traits = traits_of(rest)
-    tile = BackwardSm90.default_tile(traits, "sm90").override(text)
-    assert words in (tile.reject(traits, "sm90") or "")
 
 
 def test_head_dims_that_a_cluster_cannot_divide_are_declined():

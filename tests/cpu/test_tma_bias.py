@@ -19,7 +19,6 @@ from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits
-from tests import refusals
 
 TRAITS = Traits("forward", "sm90", "bf16", 64, bias="bf16")
 TMA_TILE = ForwardSm90Tile(192, 96, bias_stages=2, speculative=True)
@@ -114,27 +113,6 @@ def test_plans_of_aligned_and_other_addresses_differ():
     biases = [tensor(2, 2, 64, 64, first=first) for first in (0, 1, 8, 2)]
     keys = [forward.key_of((), Call(q, q, q, bias=bias)) for bias in biases]
     assert keys[0] == keys[2] != keys[1] == keys[3]
-
-
-REJECTED = """
-replace(TMA_TILE, bias_stages=-1).reject(TRAITS, "sm90")
-    -> bias_stages is -1; accepted: 0, or more with a bias of 16 bits
-TMA_TILE.reject(replace(TRAITS, bias="fp32"), "sm90") -> bias_stages is 2; accepted: 0, or more with a bias of 16 bits
-TMA_TILE.reject(replace(TRAITS, bias=""), "sm90") -> bias_stages is 2; accepted
-replace(TMA_TILE, bias_stages=5).reject(TRAITS, "sm90") -> need ... bytes of shared memory
-ForwardSm90Tile(64, 16, 16).reject(replace(TRAITS, head_dim=32, head_dim_v=32), "sm90")
-    -> num_stages is 16; accepted: stages whose barriers fit
-BackwardSm90Tile(bias_stages=1).reject(BACKWARD, "sm90") -> bias_stages is 1; accepted: 0, or num_stages_q, which is 2
-BackwardSm90Tile(bias_stages=2).reject(replace(BACKWARD, bias="fp32"), "sm90")
-    -> bias_stages is 2; accepted: 0, or with a bias of 16 bits
-BackwardSm90Tile(64, 64, p_in_smem=True, bias_stages=2).reject(BACKWARD, "sm90")
-    -> bias_stages is 2; accepted: 0, or with ... p_in_smem=false
-"""
-
-
-@refusals.each(REJECTED)
-def test_a_tile_that_cannot_load_the_bias_by_tma_is_rejected(call, sentence):
-    refusals.check_reason(call, sentence, globals())
 
 
 def test_shared_memory_and_registers_of_a_tma_bias():
