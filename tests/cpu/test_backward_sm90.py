@@ -1,26 +1,19 @@
 """The Hopper backward without a GPU: its tiles, the order of its key blocks, and its builds."""
 
-import functools
-import itertools
-
 import cutlass
 import numpy as np
 import pytest
 import torch
-from cutlass import Constexpr, Int32, Int64, cute
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from cutlass import Int32, cute
 
 import layouts
 from cute_attn.compiler import compile
-from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.dq_order import accumulator_shape, mma_dq
 from cute_attn.tiles import SHARED_MEMORY_BYTES, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import L2_SECTION_BYTES, BackwardSchedule, KeyTileOrder
 from layouts.host import coordinate_table, offset_table
 from tests.tensors import dynamic
 
@@ -109,87 +102,7 @@ def test_dq_accumulator_is_the_wgmma_one(rest, text):
     assert (found[..., 0] == rows).all() and (found[..., 1] == columns).all()
 
 
-# ---- the order of key blocks ----
-
-
-@cute.jit
-def _write_order(order: KeyTileOrder, cu_seqlens: cute.Tensor | None, out: cute.Tensor):
-    out[0, 0] = order.blocks
-    for block in cutlass.range(cutlass.min(order.blocks, out.shape[0] - 1)):
-        first, head, batch = order.find(block, cu_seqlens)
-        out[block + 1, 0] = batch
-        out[block + 1, 1] = head
-        out[block + 1, 2] = first
-
-
-@cute.jit
-def _order(
-    mK: cute.Tensor,
-    cu_seqlens: cute.Tensor | None,
-    sizes: cute.Tensor,
-    out: cute.Tensor,
-    tile_n: Constexpr,
-    options: Constexpr,
-):
-    seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, Int32(0), sizes[0])
-    schedule = BackwardSchedule(sizes[1], Int64(0), sizes, sizes[3])
-    order = KeyTileOrder.make(seqlens, mK, schedule, Int64(sizes[2]), tile_n, *options)
-    _write_order(order, cu_seqlens, out)
-
-
-@functools.cache
-def _compiled_order(tile_n, options, varlen):
-    k, ends = torch.zeros((1,) * (3 if varlen else 4)), torch.zeros(2, dtype=torch.int32)
-    sizes, out = torch.zeros(4, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
-    tensors = [dynamic(x) for x in (k, ends if varlen else None, sizes, out)]
-    return cute.compile(_order, *tensors, tile_n, options)
-
-
-def key_tiles(
-    k, splits, together, tile_n, longest_first, ends=None, longest=0, multiprocessors=10_000, in_order=False
-):
-    """[(batch, kv head, first key block)] of every CTA, with the dQ of ``together`` heads in L2."""
-    sizes = torch.tensor([longest, splits, L2_SECTION_BYTES // together, multiprocessors], dtype=torch.int32)
-    out = torch.full((5000, 3), -1, dtype=torch.int32)
-    tensors = [
-        dynamic(x) for x in (k, None if ends is None else torch.tensor(ends, dtype=torch.int32), sizes, out)
-    ]
-    _compiled_order(tile_n, (longest_first, in_order), ends is not None)(*tensors)
-    blocks = int(out[0, 0])
-    assert blocks < len(out)
-    return [tuple(x) for x in out[1 : blocks + 1].tolist()]
-
-
-@pytest.mark.parametrize("longest_first", [False, True])
-@pytest.mark.parametrize(
-    ("splits", "heads", "batch", "together"),
-    [(5, 3, 2, 4), (1, 1, 1, 1), (7, 2, 3, 100), (3, 4, 2, 2), (2, 5, 1, 1), (64, 2, 2, 8), (4, 16, 32, 128)],
-)
-def test_every_key_block_once_and_the_longest_first(splits, heads, batch, together, longest_first):
-    found = key_tiles(torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first)
-    assert sorted(found) == list(itertools.product(range(batch), range(heads), range(splits)))
-    ordered = key_tiles(
-        torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first, in_order=True
-    )
-    assert sorted(ordered) == sorted(found)
-    for plane in itertools.product(range(batch), range(heads)):
-        assert [first for *own, first in ordered if tuple(own) == plane] == [*range(splits)][::-1]
-    if longest_first:
-        sections = -(-batch * heads // together)
-        size = -(-batch * heads // sections) * splits  # sections are of equal size, except the last
-        for start in range(0, len(found), size):
-            firsts = [first for *_, first in found[start : start + size]]
-            assert firsts == sorted(firsts)
-    else:
-        assert found == sorted(found)
-
-
-def test_a_few_concurrent_ctas_read_the_same_queries():
-    """20 heads in sections of equal size, of at most a quarter of 24 multiprocessors, however small dQ is."""
-    found = key_tiles(torch.empty(2, 4 * 64, 10, 1), 4, 1000, 64, True, multiprocessors=24)
-    sections = [found[start : start + 5 * 4] for start in range(0, len(found), 5 * 4)]
-    assert [len({x[:2] for x in section}) for section in sections] == [5, 5, 5, 5]
-    assert all([x[2] for x in section] == sorted(x[2] for x in section) for section in sections)
+# ---- the order of query blocks ----
 
 
 @cute.jit
@@ -204,36 +117,6 @@ def test_staggered_ctas_visit_every_query_block_once(count, first):
     out = torch.full((count,), -1, dtype=torch.int32)
     cute.compile(_staggered, dynamic(out), Int32(0))(dynamic(out), first)
     assert out.tolist() == [(first + step) % count for step in range(count)]
-
-
-@settings(deadline=None, max_examples=80)
-@given(
-    st.lists(st.integers(0, 500), min_size=1, max_size=9),
-    st.integers(0, 300),
-    st.integers(0, 300),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from((1, 2, 8)),
-)
-def test_every_varlen_key_block_once(lengths, before, behind, heads, together, longest_first, splits):
-    """With 8 ``splits``, one CTA per key block, the grid does not grow with the longest sequence."""
-    ends = [*itertools.accumulate(lengths, initial=before)]
-    longest = max(1, *lengths)
-    k = torch.empty(ends[-1] + behind, heads, 1)
-    found = key_tiles(k, splits, together, 64, longest_first, ends, longest)
-    expected = {
-        (b, head, first)
-        for b, length in enumerate(lengths)
-        for head in range(heads)
-        for first in range(min(splits, -(-length // 64)))
-    }
-    real = [x for x in found if x in expected]
-    assert len(real) == len(expected) and set(real) == expected
-    assert all(x[2] * 64 >= lengths[x[0]] for x in found if x not in expected)
-    assert len(found) <= heads * len(lengths) * splits
-    if splits == 8:
-        assert len(found) <= heads * (len(k) // 64 + len(lengths))
 
 
 # ---- builds ----
