@@ -1,6 +1,9 @@
 """Tensors of tests: random ones that a seed determines, lengths, and arguments of device code that runs on the host."""
 
+import functools
+
 import torch
+from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 
@@ -15,6 +18,26 @@ def int32(*values):
 def dynamic(x):
     """As an argument of any size, whose last dimension is contiguous; None stays."""
     return None if x is None else from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+def aligned(x):
+    """As :func:`dynamic`, and rows of numbers are aligned to 16 bytes as kernels' are."""
+    if x is None:
+        return None
+    given = from_dlpack(x, assumed_align=4 if x.dtype == torch.int32 else 16)
+    return given.mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+def run(function, *tensors, constants=(), arch="sm_90a"):
+    """Device code on the host, compiled once for tensors of any size; ``constants`` follow the tensors."""
+    kinds = tuple(None if x is None else (x.ndim, x.dtype) for x in tensors)
+    _compiled(function, kinds, constants, arch)(*map(aligned, tensors))
+
+
+@functools.cache
+def _compiled(function, kinds, constants, arch):
+    fakes = (None if kind is None else torch.zeros((1,) * kind[0], dtype=kind[1]) for kind in kinds)
+    return cute.compile[cute.GPUArch(arch)](function, *map(aligned, fakes), *constants)
 
 
 def inputs_of(features, batch, nheads, seqlen_q, seqlen_k):

@@ -20,7 +20,7 @@ from cute_attn.host.backward import check_blocks, gradients, query_blocks
 from cute_attn.host.call import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import PADDED_TENSORS
-from tests import machine, refusals
+from tests import backward_workspace, machine, refusals
 from tests.padded_rows import copy_rows
 from tests.problem import Case
 
@@ -44,7 +44,7 @@ class Torch:
         traits, tile = kernel.traits, kernel.tile
         self.built.append((traits, tile))
         functions = {"backward": self.main, "backward_split": self.split}
-        functions |= {"backward_preprocess": self.preprocess, "backward_convert": self.convert}
+        functions |= {"backward_preprocess": self.preprocess, "backward_convert": backward_workspace.convert}
         functions |= dict.fromkeys(PADDED_TENSORS, lambda traits, tile, given: copy_rows(traits, given))
 
         def function(given):
@@ -54,49 +54,16 @@ class Torch:
         return function
 
     @staticmethod
-    def sequences(traits, tile, seqlens, q, k=None):
-        """For each batch: its slices of q's and k's rows, and its first row in the workspace."""
-        for b in range(q.shape[0] if seqlens.cu_seqlens_q is None else len(seqlens.cu_seqlens_q) - 1):
-            rows = []
-            for side in "qk":
-                cu, used = getattr(seqlens, f"cu_seqlens_{side}"), getattr(seqlens, f"seqused_{side}")
-                start, end = (
-                    (0, getattr(seqlens, f"max_seqlen_{side}")) if cu is None else cu[b : b + 2].tolist()
-                )
-                used_end = end if used is None else min(end, start + int(used[b]))
-                rows.append((slice(start, used_end), slice(start, end)))
-            first = (rows[0][0].start // tile.tile_m + b) * tile.tile_m if traits.varlen else 0
-            yield b, *rows, first
-
-    @classmethod
-    def preprocess(cls, traits, tile, given):
-        seqlens, dlse = given.seqlens, given.mDLSE
-        lse_log2, minus_d, accumulators, counter = workspace = (
-            *(given.mLSElog2, given.mMinusD, given.mDQaccum, given.mCounters),
-        )
+    def preprocess(traits, tile, given):
+        workspace = (given.mLSElog2, given.mMinusD, given.mDQaccum, given.mCounters)
         assert (given.gradients is not None) == traits.varlen
         for x, side in zip(given.gradients or (), "qkk", strict=False):
-            ends = getattr(seqlens, f"cu_seqlens_{side}")
+            ends = getattr(given.seqlens, f"cu_seqlens_{side}")
             x[: ends[0]], x[ends[-1] :] = 0, 0
-        counter[:] = 0
+        given.mCounters[:] = 0
         for x in workspace:
             assert x.is_contiguous() and x.data_ptr() % 16 == 0
-        for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, given.mO):
-            at = (slice(None),) if traits.varlen else (b,)
-            n, end = rows.stop - rows.start, first + -(-(rows.stop - rows.start) // tile.tile_m) * tile.tile_m
-            products = (given.mDO.float() * given.mO.float()).sum(-1)
-            products = (products if traits.varlen else products[b])[rows].T
-            own = given.mLSE[at][:, rows]
-            change = 0 if dlse is None else dlse[at][:, rows]
-            lse_log2[at][:, first:end] = math.inf
-            minus_d[at][:, first:end] = 0
-            lse_log2[at][:, first : first + n] = torch.where(own.isinf(), math.inf, own * math.log2(math.e))
-            minus_d[at][:, first : first + n] = torch.where(
-                own.isinf(), 0, (change - products) * given.keep_prob
-            )
-            width = padded(traits.head_dim)
-            for accumulator in accumulators:
-                accumulator[at][:, first * width : end * width] = 0
+        backward_workspace.preprocess(traits, tile, given)
 
     @staticmethod
     def split(traits, tile, given):
@@ -110,8 +77,8 @@ class Torch:
                 for part, value in zip(own.unbind(-2), (hi, 4 * x - hi.float()), strict=False):
                     part[..., : x.shape[-1]] = value
 
-    @classmethod
-    def main(cls, traits, tile, given):
+    @staticmethod
+    def main(traits, tile, given):
         q, k, v, do = operands = given.mQ, given.mK, given.mV, given.mDO
         if traits.arch == "sm80":
             scales = given.scales
@@ -135,7 +102,7 @@ class Torch:
         state, rescale = (score[0][0], score[0][2]) if traits.dropout else (None, 1.0)
         inputs = ScoreInputs(left, right, slopes, bias[0], softcap=cap if traits.softcap else 0.0)
         varlen = traits.varlen
-        for b, (rows, _), (keys, all_keys), first in cls.sequences(traits, tile, seqlens, q, k):
+        for b, (rows, _), (keys, all_keys), first in backward_workspace.sequences(traits, tile, seqlens, q):
             own = [x if varlen else x[b] for x in (q, k, v, do, dk, dv)]
             own_dk, own_dv = own[4][all_keys], own[5][all_keys]
             own_dk.zero_(), own_dv.zero_()
@@ -193,21 +160,6 @@ class Torch:
                     target = accumulator[at][first * width : (first + n_q) * width].view(n_q, width)
                     target[:, : traits.head_dim] += ds[:, part] @ kh[part]
             own_dk[:n_k], own_dv[:n_k] = sums_k.to(dk.dtype), sums_v.to(dv.dtype)
-
-    @classmethod
-    def convert(cls, traits, tile, given):
-        width, dq = padded(traits.head_dim), given.mDQ
-        for b, (rows, all_rows), _, first in cls.sequences(traits, tile, given.seqlens, dq):
-            (dq if traits.varlen else dq[b])[all_rows] = 0
-            n = rows.stop - rows.start
-            at = (slice(None),) if traits.varlen else (b,)
-            total = sum(
-                a[at][:, first * width : (first + n) * width].view(dq.shape[-2], n, width)
-                for a in given.mDQaccum
-            )
-            (dq if traits.varlen else dq[b])[rows] = (
-                (given.scale * total[..., : traits.head_dim]).transpose(0, 1).to(dq.dtype)
-            )
 
 
 @pytest.fixture
