@@ -235,36 +235,23 @@ def every() -> list[Default]:
 
 def representative() -> list[Default]:
     """``registry.defaults()``, FURTHER ones, EVERYDAY ones and those chosen by lengths, most for one target."""
+    named = [
+        *(("kvcache-sm90-bf16-", "sm90", *by) for by in BY_CACHE.items()),
+        *(("kvcache-sm80-", "sm80", *by) for by in BY_AMPERES_CACHE.items()),
+        *((f"{pair[0]}", pair[1], (), ("",)) for pair in registry.defaults()),
+        ("", "sm90", (), FURTHER),
+        ("", "sm80", (), EVERYDAY),
+        *(("", target, (), names) for target, names in BLACKWELL.items()),
+        *(("forward-sm90-bf16-", "sm90", *by) for by in BY_LENGTHS.items()),
+        *(("backward-sm90-bf16-", "sm90", *by) for by in BACKWARD_BY_LENGTHS.items()),
+        ("backward-sm80-fp32-", "sm80", (), ("d256-causal",)),
+        ("forward-sm80-bf16-", "sm80", DECODE, ("d64", "d128")),
+        ("forward-sm80-bf16-", "sm80", DECODE_FEW, ("d128-window-softcap-alibi-varlen-seqused_k",)),
+    ]
     listed = [
-        *(
-            Default(Traits.parse(f"kvcache-sm90-bf16-{rest}"), "sm90", call)
-            for call, names in BY_CACHE.items()
-            for rest in names
-        ),
-        *(
-            Default(Traits.parse(f"kvcache-sm80-{rest}"), "sm80", call)
-            for call, names in BY_AMPERES_CACHE.items()
-            for rest in names
-        ),
-        *(Default(*pair) for pair in registry.defaults()),
-        *(Default(Traits.parse(name), "sm90") for name in FURTHER),
-        *(Default(Traits.parse(name), "sm80") for name in EVERYDAY),
-        *(Default(Traits.parse(name), target) for target, names in BLACKWELL.items() for name in names),
-        *(
-            Default(Traits.parse(f"forward-sm90-bf16-{rest}"), "sm90", lengths)
-            for lengths, names in BY_LENGTHS.items()
-            for rest in names
-        ),
-        *(
-            Default(Traits.parse(f"backward-sm90-bf16-{rest}"), "sm90", lengths)
-            for lengths, names in BACKWARD_BY_LENGTHS.items()
-            for rest in names
-        ),
-        Default(Traits.parse("backward-sm80-fp32-d256-causal"), "sm80"),
-        *(Default(Traits.parse(f"forward-sm80-bf16-{rest}"), "sm80", DECODE) for rest in ("d64", "d128")),
-        Default(
-            Traits.parse("forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k"), "sm80", DECODE_FEW
-        ),
+        Default(Traits.parse(f"{kernel}{rest}"), target, lengths)
+        for kernel, target, lengths, names in named
+        for rest in names
     ]
     return list(dict.fromkeys(listed))
 
