@@ -8,13 +8,13 @@ import torch
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn.compiler import compile, registry
+from cute_attn.compiler import compile
 from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.seqlen import sequence_of_row
 from cute_attn.host import append
 from cute_attn.reference import kvcache as ref
 from cute_attn.traits import Traits
-from tests import emulated_append
+from tests import emulated_append, refusals
 from tests.kvcache_problem import CASES, UNALIGNED, Case, Problem, random_case
 
 
@@ -158,24 +158,11 @@ def test_kernels_build(name):
     assert "st.global.v4" in compiled.ptx
 
 
-WRONG = {
-    "append-sm80-bf16-d64-causal": "it uses no score features; accepted: append-sm80-bf16-d64$",
-    "append-sm80-bf16-d64-varlen": "varlen is of the queries; accepted: with rotate_q",
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_it_does_not_use_is_refused(name):
-    with pytest.raises(registry.Unsupported, match=WRONG[name]):
-        registry.lookup(Traits.parse(name))
-
-
-def test_traits_that_say_nothing_are_refused():
-    with pytest.raises(
-        ValueError, match="rotate_q is True without rotary; accepted: with rotary interleaved or"
-    ):
-        Traits("append", "sm80", "bf16", 64, rotate_q=True)
-    with pytest.raises(ValueError, match="paged is True with op 'forward'; accepted: with op 'append'"):
-        Traits("forward", "sm80", "bf16", 64, paged=True)
-    with pytest.raises(registry.Unsupported, match="num_threads is 48; accepted: multiples of 32 up to 1024"):
-        registry.lookup(Traits("append", "sm80", "bf16", 64), "num_threads=48")
+@refusals.each("""
+Traits("append", "sm80", "bf16", 64, rotate_q=True)
+    -> ValueError: rotate_q is True without rotary; accepted: with rotary interleaved or
+Traits("forward", "sm80", "bf16", 64, paged=True)
+    -> ValueError: paged is True with op 'forward'; accepted: with op 'append'
+""")
+def test_traits_that_say_nothing_are_refused(call, sentence):
+    refusals.check(call, sentence, globals())

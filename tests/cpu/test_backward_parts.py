@@ -309,14 +309,6 @@ def test_a_preprocess_tile_for_every_main_kernel(head_dim, head_dim_v, tile_m):
     assert tile.passes(traits) * tile.rows_at_once(traits) >= tile.rows
 
 
-def test_preprocess_and_convert_refuse_score_features():
-    for op in ("backward_preprocess", "backward_convert"):
-        with pytest.raises(
-            registry.Unsupported, match=f"uses no score features; accepted: {op}-sm80-bf16-d64$"
-        ):
-            registry.lookup(Traits(op, "sm80", "bf16", 64, mask="causal"))
-
-
 # ---- convert ----
 
 

@@ -416,10 +416,3 @@ def test_which_masks_the_kernel_takes():
     name, _ = epilogue_of(lambda score, b, h, q, k: score * 2, causal, CPU)
     with pytest.raises(Unsupported, match="does more than hide keys; accepted: a mask_mod"):
         lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))
-    with pytest.raises(Unsupported, match="accepted: block_kinds-sm80-bf16-d128"):
-        lookup(Traits.parse("block_kinds-sm80-bf16-d64"))
-    with pytest.raises(Unsupported, match="accepted: block_lists-sm80-bf16-d128"):
-        lookup(Traits.parse("block_lists-sm80-bf16-d128-causal"))
-    for tile, message in (("tile_m=48", "multiples of 32 up to 512"), ("rows=3", "divisors of tile_m, 128")):
-        with pytest.raises(Unsupported, match=message):
-            lookup(Traits.parse("block_kinds-sm80-bf16-d128"), tile)

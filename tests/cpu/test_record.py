@@ -79,6 +79,16 @@ def check(found, x, y):
     torch.testing.assert_close(found[1], 2 * x)
 
 
+def steps_of(run, expected):
+    """How many of three calls ran step by step; all have the results that are expected of their inputs."""
+    calls = Calls(run)
+    for seed in range(3):
+        x, y = inputs(seed)
+        for found, right in zip(calls(x, y), expected(*inputs(seed)), strict=True):
+            torch.testing.assert_close(found, right)
+    return calls.in_steps
+
+
 def test_a_repeated_call_follows_the_record():
     calls = Calls()
     kept = [(calls(*inputs(seed)), *inputs(seed)) for seed in range(4)]
@@ -99,16 +109,12 @@ def test_parts_of_one_allocation_are_results():
         whole = record.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
         record.launch(scale_and_add, x, (y.t(), 1.0), whole[0], (1.0,))
         record.launch(scale_and_add, x, (y.t(), 2.0), whole[1], (1.0,))
-        return whole[1], None, whole[0]
+        return whole[1], 7, whole[0]
 
+    assert steps_of(parts, lambda x, y: (x + 2 * y.t(), 7, x + y.t())) == 1
     calls = Calls(parts)
-    for seed in range(3):
-        x, y = inputs(seed)
-        second, nothing, first = calls(x, y)
-        torch.testing.assert_close(first, x + y.t())
-        torch.testing.assert_close(second, x + 2 * y.t())
-        assert nothing is None and first.data_ptr() + 80 == second.data_ptr()
-    assert calls.in_steps == 1
+    second, _, first = [calls(*inputs(seed)) for seed in range(2)][1]
+    assert first.data_ptr() + 80 == second.data_ptr()
 
 
 def test_views_of_an_input_follow_it():
@@ -117,11 +123,7 @@ def test_views_of_an_input_follow_it():
         record.launch(scale_and_add, x[1:], (None, 0.0), out, (1.0,))
         return (out,)
 
-    calls = Calls(later_rows)
-    for seed in range(3):
-        x, y = inputs(seed)
-        assert torch.equal(calls(x, y)[0], x[1:])
-    assert calls.in_steps == 1
+    assert steps_of(later_rows, lambda x, y: (x[1:],)) == 1
 
 
 def test_padded_copies_are_part_of_a_record():
@@ -263,12 +265,7 @@ def test_what_a_record_would_lack_runs_in_steps(kind):
             return (y.t().copy_(out),)
         return (out.clone() if kind == "copied result" else out,)
 
-    calls = Calls(odd)
-    for seed in range(3):
-        x, y = inputs(seed)
-        expected = 2 * x + 3 * y.t()
-        torch.testing.assert_close(calls(x, y)[0], expected)
-    assert calls.in_steps == 3
+    assert steps_of(odd, lambda x, y: (2 * x + 3 * y.t(),)) == 3
 
 
 def test_a_call_unlike_others_leaves_the_record_to_another():
@@ -353,13 +350,7 @@ def test_what_torch_writes_is_part_of_a_record():
         record.step(lambda parts, out: torch.sum(parts, 0, out=out.t()), whole, out)
         return out, 7
 
-    calls = Calls(run)
-    for seed in range(3):
-        x, y = inputs(seed)
-        found, number = calls(x, y)
-        torch.testing.assert_close(found.t(), 2 * x + 3 * y.t() + 1)
-        assert number == 7
-    assert calls.in_steps == 1
+    assert steps_of(run, lambda x, y: ((2 * x + 3 * y.t() + 1).t(), 7)) == 1
 
 
 def test_what_a_call_draws_is_drawn_again():
@@ -402,11 +393,7 @@ def test_what_changes_a_given_tensor_unseen_is_no_record():
         y.add_(1.0)
         return call(x, y)
 
-    calls = Calls(run)
-    for seed in range(3):
-        x, y = inputs(seed)
-        check(calls(x, y), x, y)
-    assert calls.in_steps == 3
+    assert steps_of(run, lambda x, y: ((2 * x + 3 * (y + 1).t()).t(), 2 * x)) == 3
 
 
 @pytest.mark.parametrize("in_a_list", [False, True])
@@ -433,7 +420,4 @@ def test_counts_are_those_of_each_call():
         served.add("door")
         return call(x, y)
 
-    calls = Calls(run)
-    for seed in range(3):
-        calls(*inputs(seed))
-    assert served == {("door", ""): 3} and calls.in_steps == 1
+    assert steps_of(run, call) == 1 and served == {("door", ""): 3}

@@ -26,6 +26,7 @@ from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, SINK_DTYPES, Traits
 from layouts import model
 from tests import refusals
+from tests.cpu.test_examples import load
 
 D64 = Traits("forward", "sm80", "bf16", 64)
 D128 = Traits("forward", "sm80", "bf16", 128)
@@ -126,7 +127,7 @@ forward-sm90-bf16-d128-bias_bf16 tile_m=64,tile_n=64,pack_heads=8
     -> pack_heads is 8; accepted: 1 with a bias, dropout or users'
 forward-sm90-bf16-d128-dropout tile_m=64,tile_n=64,pack_heads=8
     -> pack_heads is 8; accepted: 1 with a bias, dropout or users'
-forward-sm90-bf16-d128-mine tile_m=64,tile_n=64,pack_heads=8
+forward-sm90-bf16-d128-relative_position tile_m=64,tile_n=64,pack_heads=8
     -> pack_heads is 8; accepted: 1 with a bias, dropout or users'
 forward-sm90-bf16-d128 tile_m=96 -> tile_m is 96; accepted: 64, 128 or 192
 forward-sm90-bf16-d128 blocks_per_sm=2 -> blocks_per_sm is 2; accepted: 1, and up to 3
@@ -171,17 +172,45 @@ backward_preprocess-sm80-bf16-d64 tile_m=40,rows=8,num_threads=64 -> tile_m is 4
 backward_preprocess-sm80-bf16-d64 tile_m=128,rows=48,num_threads=64 -> rows is 48; accepted: divisors of tile_m, 128
 backward_preprocess-sm80-bf16-d64 tile_m=128,rows=2,num_threads=64 -> rows is 2; accepted: divisors of tile_m
 backward_preprocess-sm80-bf16-d64 tile_m=128,rows=128,num_threads=64 -> rows is 128; accepted: ... at most 64
+append-sm80-bf16-d64-causal -> it uses no score features; accepted: append-sm80-bf16-d64
+append-sm80-bf16-d64-varlen -> varlen is of the queries; accepted: with rotate_q
+append-sm80-bf16-d64 num_threads=48 -> num_threads is 48; accepted: multiples of 32 up to 1024
+backward_preprocess-sm80-bf16-d64-causal -> uses no score features; accepted: backward_preprocess-sm80-bf16-d64
+backward_convert-sm80-bf16-d64-causal -> uses no score features; accepted: backward_convert-sm80-bf16-d64
+forward_pad-sm80-bf16-d123x57-causal -> no score features
+forward_unpad-sm80-bf16-d123x57-varlen-bias_bf16 -> no score features
+backward_pad-sm80-bf16-d123x57-varlen-seqused_k -> no score features
+backward_unpad-sm80-bf16-d123x57-causal -> no score features
+block_kinds-sm80-bf16-d64 -> accepted: block_kinds-sm80-bf16-d128
+block_kinds-sm80-bf16-d128 tile_m=48 -> multiples of 32 up to 512
+block_kinds-sm80-bf16-d128 rows=3 -> divisors of tile_m, 128
+block_lists-sm80-bf16-d128-causal -> accepted: block_lists-sm80-bf16-d128
+forward-sm80-bf16-d64 tile_n=40 -> forward-sm80 declined forward-sm80-bf16-d64: tile_n is 40
+forward-sm80:fallback-bf16-d64 sm90 -> it computes fp32, not bf16
+forward-sm80:terms-fp32-d64 key_groups=2 sm90 -> accepted for fp32 in terms
+forward-sm80:terms-fp32-d64 qk_unroll=4 sm90 -> accepted: 1 or 2 steps
+forward-sm90-bf16-d512x520 -> head_dim_v is 520; accepted: up to 512
+jvp-sm80-fp32-d64 -> dtype is fp32; accepted: fp16, bf16
+jvp-sm80-bf16-d256 -> head_dim_v is 256; accepted: up to 128
+jvp-sm80-bf16-d64 pack_heads=2 -> accepted with tangents: tile_m=64
+jvp-sm90-fp32-d64 -> dtype is fp32; accepted: fp16, bf16
+jvp-sm90-bf16-d192x128 -> head_dim is 192; accepted: multiples of 8 up to 128
+kvcache-sm90-bf16-d576x64-latent -> head_dim_v is 64 with latent
+kvcache-sm90-bf16-d576x8-latent -> head_dim_v is 8 with latent
+kvcache-sm90-bf16-d576x320-latent -> head_dim_v is 320 with latent
+kvcache-sm90-bf16-d576x136-latent -> head_dim_v is 136 with latent
 """
-"""A kernel, changes of its default tile, perhaps the target, and the reason."""
+"""A kernel, perhaps changes of its default tile and the target, and the reason."""
+load("custom_epilogue")
 
 
 @refusals.each(REFUSED)
-def test_a_tile_that_cannot_work_is_refused_in_one_sentence(call, sentence):
-    name, change, *target = call.split()
-    value = Traits.parse(name)
-    (target,) = target or [value.arch]
-    tile = registry.lookup(replace(value, epilogues=()), None, target).tile.override(change)
-    refusals.check_sentence(tile.reject(value, target), sentence)
+def test_a_kernel_or_tile_that_cannot_work_is_refused_in_one_sentence(call, sentence):
+    name, *more = call.split()
+    given = {"traits": Traits.parse(name), "tile": next((x for x in more if "=" in x), None)}
+    given["target"] = next((x for x in more if "=" not in x), given["traits"].arch)
+    names = {"lookup": registry.lookup} | given
+    refusals.check("lookup(traits, tile, target)", f"Unsupported: {sentence}", names)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -248,13 +277,6 @@ def test_warps_of_an_fp32_cache_divide_rows_alone():
 
 def test_padding_of_head_dims():
     assert [padded(d) for d in (8, 32, 40, 96, 104, 256)] == [32, 32, 64, 96, 128, 256]
-
-
-def test_a_lookup_names_the_reason_for_a_declined_tile():
-    with pytest.raises(
-        registry.Unsupported, match="forward-sm80 declined forward-sm80-bf16-d64: tile_n is 40"
-    ):
-        registry.lookup(D64, "tile_n=40")
 
 
 # ---- tiles by lengths and by work ----

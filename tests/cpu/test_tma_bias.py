@@ -19,6 +19,7 @@ from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits
+from layouts import model
 
 TRAITS = Traits("forward", "sm90", "bf16", 64, bias="bf16")
 TMA_TILE = ForwardSm90Tile(192, 96, bias_stages=2, speculative=True)
@@ -149,11 +150,7 @@ def test_lane_addresses_of_rows_match_tmas_layout(cols):
             if found != expected:
                 wrong.append((lane, first))
 
-    @cute.jit
-    def trace():
-        compare()
-
-    cute.compile[cute.GPUArch("sm_90a")](trace)
+    model.trace(compare)
     assert not wrong
 
 
@@ -171,11 +168,7 @@ def test_lane_addresses_of_queries_match_tmas_layout(queries, groups):
             if lane_address_transposed(0, thread, queries) + 2 * ROW_COLS * first != expected:
                 wrong.append((thread, first))
 
-    @cute.jit
-    def trace():
-        compare()
-
-    cute.compile[cute.GPUArch("sm_90a")](trace)
+    model.trace(compare)
     assert not wrong
 
 
