@@ -1,6 +1,7 @@
 """Tensors of tests: random ones that a seed determines, lengths, and arguments of device code that runs on the host."""
 
 import functools
+import mmap
 
 import torch
 from cutlass import cute
@@ -38,6 +39,14 @@ def run(function, *tensors, constants=(), arch="sm_90a"):
 def _compiled(function, kinds, constants, arch):
     fakes = (None if kind is None else torch.zeros((1,) * kind[0], dtype=kind[1]) for kind in kinds)
     return cute.compile[cute.GPUArch(arch)](function, *map(aligned, fakes), *constants)
+
+
+def far_apart(folder):
+    """Of fp16 (2, 1, 8, 64), batches 2^32 elements apart, in a file of which only two small ranges exist."""
+    with open(folder / "sparse", "wb+") as file:
+        file.truncate(2 * (2**32 + 8 * 64))
+        memory = mmap.mmap(file.fileno(), 0)
+    return torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
 
 
 def inputs_of(features, batch, nheads, seqlen_q, seqlen_k):

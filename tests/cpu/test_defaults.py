@@ -13,35 +13,31 @@ from cute_attn.lab.sass import BYTES, Code, StepNotFound
 from cute_attn.traits import BLOCK_OPS, PADDED_TENSORS, SPLIT_TENSORS, Traits
 from tests.defaults import Default, cover, covering, every, representative
 
-# Instructions that kernels must have, in PTX and in SASS.
-PTX = {
-    "sm80": ("mma.sync", "ldmatrix.sync", "cp.async.cg"),
-    "sm90": ("wgmma.mma_async", "cp.async.bulk.tensor"),
-    "backward_preprocess": ("ld.global", "shfl.sync", "st.global"),
-    "backward_convert": ("ld.global", "ld.shared", "st.global"),
-    "append": ("ld.global.v4", "st.global.v4"),
-    **dict.fromkeys(SPLIT_TENSORS, ("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global")),
-    **dict.fromkeys(PADDED_TENSORS, ("ld.global", "st.global.v")),
-    "block_kinds": ("st.global.b8",),
-    **dict.fromkeys(BLOCK_OPS[1:], ("vote.sync.ballot", "popc", "ld.global.b8", "st.global")),
-    "combine": ("ld.global.v4", "ex2.approx", "st.global"),
-    "combine_stream_k": ("ld.global.v4", "ex2.approx", "st.global"),
+INSTRUCTIONS = {
+    "sm80": (("mma.sync", "ldmatrix.sync", "cp.async.cg"), ("HMMA", "LDSM", "LDGSTS")),
+    "sm90": (("wgmma.mma_async", "cp.async.bulk.tensor"), ("HGMMA", "UTMALDG")),
+    "backward_preprocess": (("ld.global", "shfl.sync", "st.global"), ("LDG", "SHFL", "STG")),
+    "backward_convert": (("ld.global", "ld.shared", "st.global"), ("LDG", "LDS", "STG")),
+    "append": (("ld.global.v4", "st.global.v4"), ("LDG", "STG")),
+    **dict.fromkeys(
+        SPLIT_TENSORS,
+        (("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global"), ("LDG", "REDUX", "STG")),
+    ),
+    **dict.fromkeys(PADDED_TENSORS, (("ld.global", "st.global.v"), ("LDG", "STG"))),
+    "block_kinds": (("st.global.b8",), ("STG",)),
+    **dict.fromkeys(
+        BLOCK_OPS[1:],
+        (("vote.sync.ballot", "popc", "ld.global.b8", "st.global"), ("VOTE", "POPC", "LDG", "STG")),
+    ),
+    **dict.fromkeys(
+        ("combine", "combine_stream_k"),
+        (("ld.global.v4", "ex2.approx", "st.global"), ("LDG", "LDS", "MUFU", "STG")),
+    ),
 }
+"""What kernels must have in PTX and in SASS, by operation or generation."""
+PTX, SASS = ({kind: pair[i] for kind, pair in INSTRUCTIONS.items()} for i in range(2))
 NARROW = (*PTX["sm80"][:2], "cp.async.ca")
 """Of rows with an alignment: copies of fewer than 16 bytes are cached in L1."""
-SASS = {
-    "sm80": ("HMMA", "LDSM", "LDGSTS"),
-    "sm90": ("HGMMA", "UTMALDG"),
-    "backward_preprocess": ("LDG", "SHFL", "STG"),
-    "backward_convert": ("LDG", "LDS", "STG"),
-    "append": ("LDG", "STG"),
-    **dict.fromkeys(SPLIT_TENSORS, ("LDG", "REDUX", "STG")),
-    **dict.fromkeys(PADDED_TENSORS, ("LDG", "STG")),
-    "block_kinds": ("STG",),
-    **dict.fromkeys(BLOCK_OPS[1:], ("VOTE", "POPC", "LDG", "STG")),
-    "combine": ("LDG", "LDS", "MUFU", "STG"),
-    "combine_stream_k": ("LDG", "LDS", "MUFU", "STG"),
-}
 
 
 COVER = cover()

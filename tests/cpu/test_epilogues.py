@@ -21,9 +21,9 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
-from tests.tensors import inputs_of, int32
+from tests.problem import DTYPES
+from tests.tensors import far_apart, inputs_of, int32
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
 
 
@@ -284,11 +284,7 @@ def test_rows_of_one_key_among_large_scores(features, size):
 
 def test_bias_far_apart(tmp_path):
     """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
-    with open(tmp_path / "sparse", "wb+") as file:
-        file.truncate(2 * (2**32 + 8 * 64))
-        memory = mmap.mmap(file.fileno(), 0)
-    bias = torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
-    bias.copy_(torch.randn(2, 1, 8, 64))
+    bias = far_apart(tmp_path).copy_(torch.randn(2, 1, 8, 64))
     compare(TILINGS[SMALL].of("bias_fp16"), Scores.random(2, 1, 8, 64, bias=bias))
 
 

@@ -23,35 +23,16 @@ from cute_attn.tiles import (
     padded,
 )
 from cute_attn.tiles.inference import CacheCall
-from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, SINK_DTYPES, Traits
+from cute_attn.traits import BIAS_DTYPES, DROPOUTS, MASKS, Traits
 from layouts import model
 from tests import refusals
 from tests.cpu.test_examples import load
+from tests.cpu.test_traits import forwards
 
 D64 = Traits("forward", "sm80", "bf16", 64)
 D128 = Traits("forward", "sm80", "bf16", 128)
 
-dims = st.integers(1, 32).map(lambda n: 8 * n)
 flags = st.booleans()
-traits = st.builds(
-    Traits,
-    op=st.just("forward"),
-    arch=st.sampled_from(ARCHS),
-    dtype=st.sampled_from(DTYPES),
-    head_dim=dims,
-    head_dim_v=dims,
-    mask=st.sampled_from(("", *MASKS)),
-    softcap=flags,
-    alibi=flags,
-    bias=st.sampled_from(("", *BIAS_DTYPES)),
-    epilogues=st.sampled_from(((), ("mine",), ("mine", "yours_2"))),
-    sinks=st.sampled_from(("", *SINK_DTYPES)),
-    dropout=st.sampled_from(("", *DROPOUTS)),
-    varlen=flags,
-    seqused_q=flags,
-    seqused_k=flags,
-    variant=st.sampled_from(("", "padded")),
-)
 tiles = st.builds(
     ForwardSm80Tile,
     tile_m=st.sampled_from((16, 32, 64, 128)),
@@ -63,12 +44,6 @@ tiles = st.builds(
     swizzle_bits=st.integers(-1, 3),
     qk_unroll=st.integers(0, 4),
 )
-
-
-@given(traits)
-def test_a_traits_name_parses_back(value):
-    assert Traits.parse(value.name) == value
-    assert str(value) == value.name
 
 
 @given(tiles)
@@ -214,7 +189,7 @@ def test_a_kernel_or_tile_that_cannot_work_is_refused_in_one_sentence(call, sent
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@given(value=traits)
+@given(value=forwards)
 @example(value=Traits("forward", "sm80", "fp32", 8, 104, mask="window", alibi=True))
 def test_a_default_tile_fits(target, value):
     value = replace(value, arch="sm80", variant="", epilogues=())
@@ -224,7 +199,7 @@ def test_a_default_tile_fits(target, value):
     assert tile.smem_bytes(value) <= SHARED_MEMORY_BYTES[target]
 
 
-@given(tiles, traits)
+@given(tiles, forwards)
 def test_shared_memory_does_not_overlap(tile, value):
     areas = tile.smem_areas(value)
     assert all(start % 1024 == 0 for name, (start, _) in areas.items() if name != "tile_range")
