@@ -7,6 +7,8 @@ import torch
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
+from cute_attn import reference
+
 
 def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -39,6 +41,15 @@ def run(function, *tensors, constants=(), arch="sm_90a"):
 def _compiled(function, kinds, constants, arch):
     fakes = (None if kind is None else torch.zeros((1,) * kind[0], dtype=kind[1]) for kind in kinds)
     return cute.compile[cute.GPUArch(arch)](function, *map(aligned, fakes), *constants)
+
+
+def score_coords(at, nheads, lengths, longest=None, **more):
+    """Where scores are. at: batches, heads, queries and keys; lengths and the longest: of queries and keys."""
+    places = (
+        torch.as_tensor(x).view(*(-1 if i == axis else 1 for i in range(4))) for axis, x in enumerate(at)
+    )
+    names = {"top_left": False} | more
+    return reference.ScoreCoords(*places, nheads, *lengths, *(longest or lengths), **names)
 
 
 def far_apart(folder):

@@ -23,6 +23,7 @@ from cute_attn.traits import PADDED_TENSORS
 from tests import backward_workspace, machine, refusals
 from tests.padded_rows import copy_rows
 from tests.problem import Case
+from tests.tensors import score_coords
 
 BF16 = torch.bfloat16
 
@@ -107,11 +108,9 @@ class Torch:
             n_q, n_k = rows.stop - rows.start, keys.stop - keys.start
             own_q, own_do = own(q)[rows].float(), own(do)[rows].float()
             own_k, own_v = (own(x)[keys].float().repeat_interleave(group, 1) for x in (k, v))
-            at = (torch.tensor([b]), torch.arange(heads), torch.arange(n_q), torch.arange(n_k))
-            coords = reference.ScoreCoords(
-                *(x.view(*(-1 if i == axis else 1 for i in range(4))) for axis, x in enumerate(at)),
-                *(heads, n_q, n_k, seqlens.max_seqlen_q, seqlens.max_seqlen_k, traits.top_left),
-            )
+            longest = (seqlens.max_seqlen_q, seqlens.max_seqlen_k)
+            at = (b, torch.arange(heads), torch.arange(n_q), torch.arange(n_k))
+            coords = score_coords(at, heads, (n_q, n_k), longest, top_left=traits.top_left)
             raw = scale * torch.einsum("qhd,khd->hqk", own_q, own_k)[None].requires_grad_()
             with torch.enable_grad():
                 scores = reference.modify_scores(raw, coords, reference.Features(traits.mask), inputs)

@@ -19,6 +19,7 @@ from cute_attn.reference import Lengths
 from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
 from cute_attn.traits import LISTED_ROWS
 from tests import refusals
+from tests.tensors import int32
 
 DOCUMENT = torch.tensor([0] * 130 + [1] * 300 + [2] * 400)
 
@@ -107,79 +108,6 @@ def test_full_blocks_need_no_mask():
     assert (kinds_of(mask)[0, 0].diagonal() == PARTIAL).all() and kinds_of(mask)[0, 0, 3, 0] == FULL
 
 
-@pytest.mark.parametrize(
-    ("case", "tiling"),
-    [
-        *(("document", "warps4x1-128x32"), ("window", "warps2x2-64x64")),
-        *(("blocks", "wgmma2-64x128-along-n"), ("full blocks", "warps4x1-128x32")),
-        *(("small blocks", "wgmma2-64x128-along-n"), ("window", "wgmma1-64x80")),
-    ],
-)
-def test_kernels_visit_listed_blocks(case, tiling):
-    """The last tiling's blocks are no parts of listed ones: it visits all."""
-    masks = {
-        "document": lambda: create_block_mask(causal_document, None, None, 300, 300, device="cpu"),
-        "window": lambda: create_block_mask(window, None, 2, 300, 300, device="cpu"),
-        "blocks": lambda: blocks_of((0, 2), (1,), ()),
-        "full blocks": lambda: full_blocks(causal_document),
-        "small blocks": lambda: create_block_mask(window, None, 2, 300, 300, device="cpu", BLOCK_SIZE=32),
-    }
-    mask = masks[case]()
-    problem = Scores.random(1, 2, 300, 300)
-    name, tensors = epilogue_of_block_mask(mask, problem.q, problem.k)
-    problem = Scores(problem.q, problem.k, problem.v, ScoreInputs(extra={name: tensors}))
-    made = TILINGS[tiling].of(name)
-    found = problem.emulate(made)
-    out, lse = problem.expected(made.traits)
-    seen = lse.isfinite()
-    assert torch.equal(found.lse.isfinite(), seen)
-    torch.testing.assert_close(found.lse[seen], lse[seen], atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(found.out, out, atol=2e-3, rtol=1e-2)
-    visits_all = tiling == "wgmma1-64x80"
-    assert made.epilogues.visits_lists != visits_all
-    if not visits_all:
-        tile, counts = made.tile, tensors[-4]
-        rows = torch.arange(-(-300 // tile.tile_m)) * tile.tile_m // LISTED_ROWS
-        listed = (counts[:, :, rows, 1] + tile.tile_n - 1) // tile.tile_n
-        assert torch.equal((found.visits > 0).sum(-1), listed.expand(1, 2, -1))
-
-
-@pytest.mark.parametrize(
-    ("case", "tiling"),
-    [
-        ("document", "warps4x1-64x64-transposed"),
-        ("window", "wgmma2-64x128-transposed"),
-        ("full blocks", "warps4x1-64x64-transposed"),
-        ("blocks of each head", "wgmma2-64x128-transposed"),
-    ],
-)
-def test_backward_kernels_visit_listed_blocks(case, tiling):
-    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
-    heads = {"document": None, "window": 2}
-    if case in heads:
-        function = causal_document if case == "document" else window
-        mask = create_block_mask(function, None, heads[case], 300, 300, device="cpu")
-    elif case == "full blocks":
-        mask = full_blocks(causal_document)
-    else:  # without a function, which would hide what a head does not list
-        one, other = (blocks_of(*rows) for rows in (((0, 2), (1,), (2,)), ((1,), (0, 2), (0,))))
-        lists = ((x.kv_num_blocks, x.kv_indices) for x in (one, other))
-        mask = BlockMask.from_kv_blocks(*(torch.cat(both, 1) for both in zip(*lists, strict=True)))
-    problem = Scores.random(1, 2, 300, 300)
-    name, tensors = epilogue_of_block_mask(mask, problem.q, problem.k[:, :, :1])
-    problem = Scores(problem.q, problem.k, problem.v, ScoreInputs(extra={name: tensors}))
-    made = TRANSPOSED[tiling].of(name, op="backward")
-    grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(7))
-    expected = problem.expected_gradients(made.traits, grad_out)
-    found = problem.differentiate(made, grad_out, expected.lse, -expected.dpsum)
-    assert made.epilogues.visits_lists
-    listed = (tensors[-2][0, 0, :, 1] + made.tile.tile_m - 1) // made.tile.tile_m
-    of_key_blocks = listed.repeat_interleave(LISTED_ROWS // made.tile.tile_n)[: found.visits.shape[3]]
-    assert torch.equal((found.visits > 0).sum(2), of_key_blocks.expand(1, 2, -1))
-    torch.testing.assert_close(found.p.double(), expected.p, atol=6e-8, rtol=2**-10)
-    torch.testing.assert_close(found.scores.double(), expected.scores, atol=1e-4, rtol=1e-4)
-
-
 def test_keys_beyond_the_sequence_are_masked_for_all_queries():
     """Their P, of scores of 0, may be infinite where the others' are far below, and dQ then NaN."""
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
@@ -223,6 +151,133 @@ def test_equal_masks_share_a_kernel():
         mask = create_block_mask(causal_document, None, None, n, n, device="cpu")
         names.add(epilogue_of_block_mask(mask, *qkv(seqlen_q=n, seqlen_k=n)[:2])[0])
     assert len(names) == 1
+
+
+# ---- visits ----
+
+LENGTHS_Q, LENGTHS_K = [300, 0, 130, 40], [200, 70, 300, 0]
+
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() <= 30 + 60 * b + 20 * h
+
+
+def blocks_of_each_head():
+    """Without a function, which would hide what a head does not list."""
+    one, other = (blocks_of(*rows) for rows in (((0, 2), (1,), (2,)), ((1,), (0, 2), (0,))))
+    lists = ((x.kv_num_blocks, x.kv_indices) for x in (one, other))
+    return BlockMask.from_kv_blocks(*(torch.cat(both, 1) for both in zip(*lists, strict=True)))
+
+
+def made(function, batch=None, heads=None, keys=300, block_size=128):
+    return create_block_mask(function, batch, heads, 300, keys, device="cpu", BLOCK_SIZE=block_size)
+
+
+MASKS = {
+    "document": lambda: made(causal_document),
+    "causal": lambda: made(lambda b, h, i, j: i >= j),
+    "window": lambda: made(window, heads=2),
+    "small blocks": lambda: made(window, heads=2, block_size=32),
+    "of each": lambda: made(near, 4, 2),
+    "small blocks of each": lambda: made(near, 4, 2, 384, 32),
+    "blocks": lambda: blocks_of((0, 2), (1,), ()),
+    "full blocks": lambda: full_blocks(causal_document),
+    "blocks of each head": blocks_of_each_head,
+}
+
+
+def emulated(case, are_packed, nheads_kv):
+    """One sequence of 300, or some packed: as kernels take them, and as the definition does, each with its lengths."""
+    problem = Scores.random(4 if are_packed else 1, 2, 300, 300)
+    both, given, packed = ([300], [300]), (problem.q, problem.k[:, :, :nheads_kv]), None
+    lengths = each = Lengths()
+    if are_packed:
+        both, given = (LENGTHS_Q, LENGTHS_K), (problem.q[0], problem.k[0, :, :nheads_kv])
+        used = [int32(*own) for own in both]
+        starts = tuple(torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in used)
+        packed = Packed(starts, (4, 300, 2, 300, nheads_kv))
+        lengths, each = Lengths(*starts, None, None, 300, 300), Lengths(None, None, *used)
+    name, tensors = epilogue_of_block_mask(MASKS[case](), *given, packed)
+    problem = replace(problem, inputs=ScoreInputs(extra={name: tensors}))
+    return (
+        name,
+        tensors,
+        [*zip(*both, strict=True)],
+        *(replace(problem, lengths=own) for own in (lengths, each)),
+    )
+
+
+def visited(counts, rows_of_tile, columns_of_tile, tiles):
+    """How many of the other side's blocks each block of a tile visits by its list, of every sequence and head."""
+    row = torch.arange(tiles) * rows_of_tile // LISTED_ROWS
+    found = (counts[:, :, row, 1] + columns_of_tile - 1) // columns_of_tile
+    return found.expand(-1, 2, -1)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling", "are_packed"),
+    [
+        ("document", "warps4x1-128x32", False),
+        ("window", "warps2x2-64x64", False),
+        ("blocks", "wgmma2-64x128-along-n", False),
+        ("full blocks", "warps4x1-128x32", False),
+        ("small blocks", "wgmma2-64x128-along-n", False),
+        ("window", "wgmma1-64x80", False),
+        ("causal", "wgmma2-64x128-along-n", True),
+        ("of each", "warps4x1-128x32", True),
+        ("small blocks of each", "warps2x2-64x64", True),
+        ("blocks", "warps2x2-64x64", True),
+        ("full blocks", "wgmma2-64x128-along-n", True),
+    ],
+)
+def test_kernels_visit_listed_blocks(case, tiling, are_packed):
+    """Blocks of 80 keys are no divisions of listed ones: that tiling visits all."""
+    name, tensors, lengths, problem, each = emulated(case, are_packed, nheads_kv=2)
+    made = TILINGS[tiling].of(f"{name}-varlen" if are_packed else name)
+    tile = made.tile
+    assert made.epilogues.visits_lists == (tile.tile_n != 80)
+    found, (out, lse) = problem.emulate(made), each.expected(TILINGS[tiling].of(name).traits)
+    for b, (rows, keys) in enumerate(lengths):
+        seen = lse[b, :, :rows].isfinite()
+        assert torch.equal(found.lse[b, :, :rows].isfinite(), seen)
+        torch.testing.assert_close(found.lse[b, :, :rows][seen], lse[b, :, :rows][seen], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found.out[b, :, :rows], out[b, :, :rows], atol=2e-3, rtol=1e-2)
+        if made.epilogues.visits_lists:
+            tiles = -(-rows // tile.tile_m)
+            listed = visited(tensors[-4], tile.tile_m, tile.tile_n, tiles)[b]
+            assert torch.equal((found.visits[b, :, :tiles] > 0).sum(-1), listed)
+            assert not found.visits[b, :, :, -(-keys // tile.tile_n) :].any()
+            assert not found.visits[b, :, tiles:].any()
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling", "are_packed"),
+    [
+        ("document", "warps4x1-64x64-transposed", False),
+        ("window", "wgmma2-64x128-transposed", False),
+        ("full blocks", "warps4x1-64x64-transposed", False),
+        ("blocks of each head", "wgmma2-64x128-transposed", False),
+        ("causal", "warps4x1-64x64-transposed", True),
+        ("of each", "wgmma2-64x128-transposed", True),
+        ("full blocks", "warps4x1-64x64-transposed", True),
+    ],
+)
+def test_backward_kernels_visit_listed_blocks(case, tiling, are_packed):
+    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
+    name, tensors, lengths, problem, each = emulated(case, are_packed, nheads_kv=1)
+    made = TRANSPOSED[tiling].of(f"{name}-varlen" if are_packed else name, op="backward")
+    assert made.epilogues.visits_lists
+    tile, grad_out = made.tile, torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(7))
+    expected = each.expected_gradients(TRANSPOSED[tiling].of(name, op="backward").traits, grad_out)
+    found = problem.differentiate(made, grad_out, expected.lse, -expected.dpsum)
+    for b, (rows, keys) in enumerate(lengths):
+        tiles = -(-keys // tile.tile_n)
+        listed = visited(tensors[-2], tile.tile_n, tile.tile_m, tiles)[b]
+        assert torch.equal((found.visits[b] > 0).sum(1)[:, :tiles], listed)
+        assert not found.visits[b, :, -(-rows // tile.tile_m) :].any()
+        for got, want, atol in ((found.p, expected.p, 6e-8), (found.scores, expected.scores, 1e-4)):
+            own = (x[b, :, :rows, :keys].double() for x in (got, want))
+            torch.testing.assert_close(*own, atol=atol, rtol=2**-10)
 
 
 # ---- packed sequences ----
@@ -274,92 +329,6 @@ def test_packed_sequences(mask_mod, sizes, block_size, compiled):
     grads = (torch.autograd.grad(out.square().sum(), leaves) for out in outs)
     for got, want in zip(*grads, strict=True):
         torch.testing.assert_close(got, want)
-
-
-LENGTHS_Q, LENGTHS_K = (torch.tensor(x, dtype=torch.int32) for x in ([300, 0, 130, 40], [200, 70, 300, 0]))
-
-
-def emulated(case, *, nheads_kv):
-    """Sequences of these lengths: as kernels take them, packed, and as the definition takes them, each with its own."""
-
-    def near(b, h, q_idx, kv_idx):
-        return (q_idx - kv_idx).abs() <= 30 + 60 * b + 20 * h
-
-    masks = {
-        "causal": lambda: create_block_mask(lambda b, h, i, j: i >= j, None, None, 300, 300, device="cpu"),
-        "window": lambda: create_block_mask(near, 4, 2, 300, 300, device="cpu"),
-        "small blocks": lambda: create_block_mask(near, 4, 2, 300, 384, device="cpu", BLOCK_SIZE=32),
-        "blocks": lambda: blocks_of((0, 2), (1,), ()),
-        "full blocks": lambda: full_blocks(causal_document),
-    }
-    problem = Scores.random(4, 2, 300, 300)
-    starts = tuple(torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (LENGTHS_Q, LENGTHS_K))
-    rows = (problem.q[0], problem.k[0, :, :nheads_kv])
-    packed = Packed(starts, (4, 300, 2, 300, nheads_kv))
-    name, tensors = epilogue_of_block_mask(masks[case](), *rows, packed)
-    problem = replace(problem, inputs=ScoreInputs(extra={name: tensors}))
-    lengths = (Lengths(*starts, None, None, 300, 300), Lengths(None, None, LENGTHS_Q, LENGTHS_K))
-    return name, tensors, *(replace(problem, lengths=own) for own in lengths)
-
-
-def visited(counts, rows_of_tile, columns_of_tile, tiles):
-    """How many of the other side's blocks each block of a tile visits by its list, of every sequence and head."""
-    row = torch.arange(tiles) * rows_of_tile // LISTED_ROWS
-    return (counts[:, :, row, 1] + columns_of_tile - 1) // columns_of_tile
-
-
-@pytest.mark.parametrize(
-    ("case", "tiling"),
-    [
-        ("causal", "wgmma2-64x128-along-n"),
-        ("window", "warps4x1-128x32"),
-        ("small blocks", "warps2x2-64x64"),
-        ("blocks", "warps2x2-64x64"),
-        ("full blocks", "wgmma2-64x128-along-n"),
-    ],
-)
-def test_kernels_visit_listed_blocks_of_packed_sequences(case, tiling):
-    name, tensors, packed, each = emulated(case, nheads_kv=2)
-    made = TILINGS[tiling].of(f"{name}-varlen")
-    assert made.epilogues.visits_lists
-    found, (out, lse) = packed.emulate(made), each.expected(TILINGS[tiling].of(name).traits)
-    for b, rows in enumerate(LENGTHS_Q.tolist()):
-        seen = lse[b, :, :rows].isfinite()
-        assert torch.equal(found.lse[b, :, :rows].isfinite(), seen)
-        torch.testing.assert_close(found.lse[b, :, :rows][seen], lse[b, :, :rows][seen], atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(found.out[b, :, :rows], out[b, :, :rows], atol=2e-3, rtol=1e-2)
-        tiles = -(-rows // made.tile.tile_m)
-        listed = visited(tensors[-4], made.tile.tile_m, made.tile.tile_n, tiles)[b]
-        assert torch.equal((found.visits[b, :, :tiles] > 0).sum(-1), listed)
-        assert not found.visits[b, :, :, -(-int(LENGTHS_K[b]) // made.tile.tile_n) :].any()
-        assert not found.visits[b, :, tiles:].any()
-
-
-@pytest.mark.parametrize(
-    ("case", "tiling"),
-    [
-        ("causal", "warps4x1-64x64-transposed"),
-        ("window", "wgmma2-64x128-transposed"),
-        ("full blocks", "warps4x1-64x64-transposed"),
-    ],
-)
-def test_backward_kernels_visit_listed_blocks_of_packed_sequences(case, tiling):
-    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
-    name, tensors, packed, each = emulated(case, nheads_kv=1)
-    made = TRANSPOSED[tiling].of(f"{name}-varlen", op="backward")
-    assert made.epilogues.visits_lists
-    grad_out = torch.randn(packed.q.shape, generator=torch.Generator().manual_seed(7))
-    expected = each.expected_gradients(TRANSPOSED[tiling].of(name, op="backward").traits, grad_out)
-    found = packed.differentiate(made, grad_out, expected.lse, -expected.dpsum)
-    for b, (rows, keys) in enumerate(zip(LENGTHS_Q.tolist(), LENGTHS_K.tolist(), strict=True)):
-        tiles = -(-keys // made.tile.tile_n)
-        listed = visited(tensors[-2], made.tile.tile_n, made.tile.tile_m, tiles)[b]
-        assert torch.equal((found.visits[b] > 0).sum(1)[:, :tiles], listed)
-        assert not found.visits[b, :, -(-rows // made.tile.tile_m) :].any()
-        for got, want in ((found.p, expected.p), (found.scores, expected.scores)):
-            torch.testing.assert_close(
-                got[b, :, :rows, :keys].double(), want[b, :, :rows, :keys], atol=1e-4, rtol=2**-10
-            )
 
 
 def test_lists_of_packed_sequences_are_kept_while_these_start_there():

@@ -37,76 +37,12 @@ SPAN = torch.tensor(0.2)
 ELSEWHERE = torch.ones(3, device="meta")
 
 
-def causal(b, h, q, k):
-    return q >= k
-
-
-def window(b, h, q, k):
-    return (q - k <= 50) & (k - q < 20)
-
-
-def documents(b, h, q, k):
-    return (q >= k) & (DOCUMENT[q] == DOCUMENT[k])
-
-
-def shuffled(b, h, q, k):
-    return SHUFFLED[b, q] == SHUFFLED[b, k]
-
-
-def neighbourhood(b, h, q, k):
-    return ((q // 20 - k // 20).abs() <= 3) & ((q % 20 - k % 20).abs() <= 3)
-
-
-def prefix(b, h, q, k):
-    return (k < PREFIX[b]) | (q >= k)
-
-
-def dilated(b, h, q, k):
-    return ((q - k).abs() < 90) & ((q - k) % 16 == 0)
-
-
-def of_heads(b, h, q, k):
-    return torch.where(h == 0, q >= k, (q - k).abs() <= 32 * h)
-
-
-def of_a_table(b, h, q, k):
-    return BLOCKS[h, q // 48, k // 48]
-
-
-def padded(b, h, q, k):
-    return PADDED[b, k] & PADDED[b, q]
-
-
-def in_time(b, h, q, k):
-    return (TIME[q] - TIME[k] < 2**36) & (TIME[q] >= TIME[k])
+EDGES = torch.tensor([30, 100, 190])
 
 
 def near(b, h, q, k):
     x, y = PLACE[q, 0] - PLACE[k, 0], PLACE[q, 1] - PLACE[k, 1]
     return (x * x + y * y < SPAN) & (x.abs() + 0.5 * q < y + 3.0 * k)
-
-
-def everywhere(b, h, q, k):
-    return q >= 0
-
-
-def always(b, h, q, k):
-    return torch.ones((), dtype=torch.bool) | (q == k)
-
-
-def nowhere(b, h, q, k):
-    return (q < k) & (q > k + 10)
-
-
-def of_queries(b, h, q, k):
-    return (q % 64 < 32) & (h < 2)
-
-
-def bits(b, h, q, k):
-    return ((q ^ k) & 64 == 0) & ((q | 1) - (k << 1) < 100) & ((~q >> 3) + (k >> 2) < 40)
-
-
-EDGES = torch.tensor([30, 100, 190])
 
 
 def truncated(b, h, q, k):
@@ -119,10 +55,27 @@ def of_floats(b, h, q, k):
     return (distance > -20) & ~torch.signbit(PLACE[:, 0][q % 90]) & (torch.pow(k + 1.0, 1.5) < 40.0 * q + 900)
 
 
-MASKS = (
-    *(causal, window, documents, shuffled, neighbourhood, prefix, dilated, of_heads, of_a_table, padded),
-    *(in_time, near, everywhere, always, nowhere, of_queries, bits, truncated, of_floats),
-)
+MASKS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q - k <= 50) & (k - q < 20),
+    "documents": lambda b, h, q, k: (q >= k) & (DOCUMENT[q] == DOCUMENT[k]),
+    "shuffled": lambda b, h, q, k: SHUFFLED[b, q] == SHUFFLED[b, k],
+    "neighbourhood": lambda b, h, q, k: ((q // 20 - k // 20).abs() <= 3) & ((q % 20 - k % 20).abs() <= 3),
+    "prefix": lambda b, h, q, k: (k < PREFIX[b]) | (q >= k),
+    "dilated": lambda b, h, q, k: ((q - k).abs() < 90) & ((q - k) % 16 == 0),
+    "of_heads": lambda b, h, q, k: torch.where(h == 0, q >= k, (q - k).abs() <= 32 * h),
+    "of_a_table": lambda b, h, q, k: BLOCKS[h, q // 48, k // 48],
+    "padded": lambda b, h, q, k: PADDED[b, k] & PADDED[b, q],
+    "in_time": lambda b, h, q, k: (TIME[q] - TIME[k] < 2**36) & (TIME[q] >= TIME[k]),
+    "near": near,
+    "everywhere": lambda b, h, q, k: q >= 0,
+    "always": lambda b, h, q, k: torch.ones((), dtype=torch.bool) | (q == k),
+    "nowhere": lambda b, h, q, k: (q < k) & (q > k + 10),
+    "of_queries": lambda b, h, q, k: (q % 64 < 32) & (h < 2),
+    "bits": lambda b, h, q, k: ((q ^ k) & 64 == 0) & ((q | 1) - (k << 1) < 100) & ((~q >> 3) + (k >> 2) < 40),
+    "truncated": truncated,
+    "of_floats": of_floats,
+}
 
 
 def kinds_of_elements(mask_mod, batch, nheads, lengths, block_size):
@@ -141,53 +94,58 @@ SIZES = (((200, 250), (16, 32)), ((97, 384), (32, 64)), ((384, 13), (64, 16)))
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "lengths", "block_size"),
-    [(mask_mod, *SIZES[place % 3]) for place, mask_mod in enumerate((*MASKS, causal, causal))],
-    ids=lambda value: getattr(value, "__name__", None),
+    ("name", "lengths", "block_size"),
+    [(name, *SIZES[place % 3]) for place, name in enumerate((*MASKS, "causal", "causal"))],
 )
-def test_device_code_finds_the_kinds(mask_mod, lengths, block_size):
-    found = emulated_kinds(mask_mod, BATCH, NHEADS, lengths, block_size)
-    expected = kinds_of_elements(mask_mod, BATCH, NHEADS, lengths, block_size)
+def test_device_code_finds_the_kinds(name, lengths, block_size):
+    found = emulated_kinds(MASKS[name], BATCH, NHEADS, lengths, block_size)
+    expected = kinds_of_elements(MASKS[name], BATCH, NHEADS, lengths, block_size)
     assert torch.equal(found.expand_as(expected), expected)
 
 
-@pytest.mark.parametrize("mask_mod", MASKS, ids=lambda mask_mod: mask_mod.__name__)
+@pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(
     ("lengths", "block_size"), [((200, 250), 32), ((384, 96), (64, 96)), ((40, 390), 128)]
 )
-def test_on_the_cpu_it_is_torch_s(mask_mod, lengths, block_size):
-    mask = block_mask(mask_mod, BATCH, NHEADS, *lengths, block_size=block_size, device="cpu")
-    expected = create_block_mask(mask_mod, BATCH, NHEADS, *lengths, device="cpu", BLOCK_SIZE=block_size)
-    for name in LISTS:
-        found, wanted = getattr(mask, name), getattr(expected, name)
-        assert torch.equal(found.expand_as(wanted), wanted), name
+def test_on_the_cpu_it_is_torch_s(name, lengths, block_size):
+    mask = block_mask(MASKS[name], BATCH, NHEADS, *lengths, block_size=block_size, device="cpu")
+    expected = create_block_mask(MASKS[name], BATCH, NHEADS, *lengths, device="cpu", BLOCK_SIZE=block_size)
+    for field in LISTS:
+        found, wanted = getattr(mask, field), getattr(expected, field)
+        assert torch.equal(found.expand_as(wanted), wanted), field
         assert found.dtype == wanted.dtype and found.is_contiguous()
-    for name in ("seq_lengths", "BLOCK_SIZE", "mask_mod"):
-        assert getattr(mask, name) == getattr(expected, name)
+    for field in ("seq_lengths", "BLOCK_SIZE", "mask_mod"):
+        assert getattr(mask, field) == getattr(expected, field)
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "batch", "nheads"), [(causal, 1, 1), (of_heads, 1, NHEADS), (padded, BATCH, 1)]
+    ("name", "batch", "nheads"), [("causal", 1, 1), ("of_heads", 1, NHEADS), ("padded", BATCH, 1)]
 )
-def test_sequences_and_heads_that_are_alike_share_a_mask(mask_mod, batch, nheads):
-    mask = block_mask(mask_mod, BATCH, NHEADS, 200, 200, device="cpu")
+def test_sequences_and_heads_that_are_alike_share_a_mask(name, batch, nheads):
+    mask = block_mask(MASKS[name], BATCH, NHEADS, 200, 200, device="cpu")
     assert mask.kv_num_blocks.shape[:2] == (batch, nheads)
-    assert block_mask(mask_mod, None, None, 200, 200, device="cpu").kv_num_blocks.shape[:2] == (1, 1)
+    assert block_mask(MASKS[name], None, None, 200, 200, device="cpu").kv_num_blocks.shape[:2] == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "distances"),
-    [(causal, {0}), (window, {-2, -1, 3, 4}), (everywhere, set()), (nowhere, {0}), (of_a_table, set())],
+    ("name", "distances"),
+    [
+        ("causal", {0}),
+        ("window", {-2, -1, 3, 4}),
+        ("everywhere", set()),
+        ("nowhere", {0}),
+        ("of_a_table", set()),
+    ],
 )
-def test_bounds_decide_all_blocks_but_those_at_edges(mask_mod, distances):
+def test_bounds_decide_all_blocks_but_those_at_edges(name, distances):
     """Those so many blocks below the diagonal."""
-    evaluated = emulated_kinds(mask_mod, 1, 1, (256, 256), (16, 16), ByBounds)[0, 0] == PARTIAL
+    evaluated = emulated_kinds(MASKS[name], 1, 1, (256, 256), (16, 16), ByBounds)[0, 0] == PARTIAL
     rows, columns = evaluated.nonzero().T.tolist()
     assert {i - j for i, j in zip(rows, columns, strict=True)} == distances
 
 
 def test_bounds_of_documents_are_those_of_their_ends():
-    evaluated = emulated_kinds(documents, 1, 1, (384, 384), (16, 16), ByBounds)[0, 0] == PARTIAL
+    evaluated = emulated_kinds(MASKS["documents"], 1, 1, (384, 384), (16, 16), ByBounds)[0, 0] == PARTIAL
     ends = {37 // 16, 127 // 16, 191 // 16}
     rows, columns = evaluated.nonzero().T.tolist()
     assert all(i == j or ends & {i, j} for i, j in zip(rows, columns, strict=True))
@@ -301,7 +259,7 @@ def test_bounds_of_comparisons(compare):
 def test_kernels_get_the_arguments_that_they_take(monkeypatch):
     launched = []
     machine.gpu(monkeypatch, lambda kernel, target: lambda given: launched.append((kernel.traits.op, given)))
-    kinds = mask_kinds._kinds_by_kernel(causal, (1, 2, 300, 256), (128, 128), torch.device("cpu", 0))
+    kinds = mask_kinds._kinds_by_kernel(MASKS["causal"], (1, 2, 300, 256), (128, 128), torch.device("cpu", 0))
     of_queries, of_keys = mask_kinds.lists_of(kinds)
     (made, first), (listed, second) = launched
     assert (made, listed) == ("block_kinds", "block_lists") and first.mKinds.shape == (1, 1, 3, 2)
@@ -342,7 +300,7 @@ def test_its_kinds_are_known(monkeypatch):
     """To attention, until a list changes: then they follow from the lists."""
     made, (q, k) = [], (torch.ones(1, 300, 2, 16) for _ in range(2))
     monkeypatch.setattr(block_masks, "kinds_of", lambda mask: made.append(mask) or kinds_of(mask))
-    mask = block_mask(causal, 1, None, 300, 300, device="cpu")
+    mask = block_mask(MASKS["causal"], 1, None, 300, 300, device="cpu")
     found = epilogue_of_block_mask(mask, q, k)[1]
     assert not made
     for x, y in zip(found, epilogue_of_block_mask(copy.copy(mask), q, k)[1], strict=True):
@@ -355,8 +313,8 @@ def test_its_kinds_are_known(monkeypatch):
 
 def test_attention_takes_it():
     q, k, v = (torch.randn(BATCH, 300, 4, 16, generator=generator, requires_grad=True) for _ in range(3))
-    mask = block_mask(padded, BATCH, None, 300, 300, device="cpu")
-    outputs = attention(q, k, v, block_mask=mask), attention(q, k, v, mask_mod=padded)
+    mask = block_mask(MASKS["padded"], BATCH, None, 300, 300, device="cpu")
+    outputs = attention(q, k, v, block_mask=mask), attention(q, k, v, mask_mod=MASKS["padded"])
     torch.testing.assert_close(*outputs)
     grads = (torch.autograd.grad(out.sum(), (q, k, v)) for out in outputs)
     for x, y in zip(*grads, strict=True):
@@ -382,7 +340,7 @@ def many_values(b, h, q, k):
     return found
 
 
-def told(mask_mod=causal, b=1, h=None, q_len=200, kv_len=300, device="cpu", **options):
+def told(mask_mod=MASKS["causal"], b=1, h=None, q_len=200, kv_len=300, device="cpu", **options):
     return block_mask(mask_mod, b, h, q_len, kv_len, device=device, **options)
 
 
@@ -413,6 +371,6 @@ def test_which_masks_the_kernel_takes():
     name, _ = epilogue_of(None, many_values, CPU)
     with pytest.raises(Unsupported, match="the mask has 33 values of a query; accepted: up to 32"):
         lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))
-    name, _ = epilogue_of(lambda score, b, h, q, k: score * 2, causal, CPU)
+    name, _ = epilogue_of(lambda score, b, h, q, k: score * 2, MASKS["causal"], CPU)
     with pytest.raises(Unsupported, match="does more than hide keys; accepted: a mask_mod"):
         lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))

@@ -18,6 +18,7 @@ from cute_attn.epilogues.dropout import Dropout
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference.tilings import SMALL, TILINGS, TRANSPOSED
 from tests import curand
+from tests.tensors import score_coords
 
 VERSIONS = [(2, 12), (2, 13), (2, 14)]
 SEED = 2**63 + 12345
@@ -74,18 +75,8 @@ def rng_state(place):
 
 def kept_by_the_reference(place, varlen, queries, keys):
     batch, head, nheads, seqlen_k, max_q, max_k, *_ = PLACES[place]
-    coords = reference.ScoreCoords(
-        *(torch.tensor(x).view(1, 1, 1, 1) for x in (batch, head)),
-        torch.tensor(queries).view(1, 1, -1, 1),
-        torch.tensor(keys).view(1, 1, 1, -1),
-        nheads=nheads,
-        seqlen_q=max_q,
-        seqlen_k=seqlen_k,
-        max_seqlen_q=max_q,
-        max_seqlen_k=max_k,
-        top_left=False,
-        varlen=varlen,
-    )
+    at = (batch, head, queries, keys)
+    coords = score_coords(at, nheads, (max_q, seqlen_k), (max_q, max_k), varlen=varlen)
     return reference.mem_efficient_keep(coords, DROPOUT_P, rng_state(place))[0, 0]
 
 

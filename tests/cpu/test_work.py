@@ -23,6 +23,7 @@ from cute_attn.work.key_tiles import L2_SECTION_BYTES as KEY_SECTION_BYTES
 from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder
 from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder
 from tests.tensors import dynamic, int32
+from tests.tensors import run as run_once
 
 MAX_TILES = 3000
 MULTIPROCESSORS = (132, 114, 78)
@@ -71,6 +72,11 @@ class Problem:
         return int32(*[*itertools.accumulate(lengths, initial=self.before)]) if self.packed else None
 
 
+def write_tile(tile, out):
+    out[0], out[1], out[2] = tile.batch, tile.head, tile.row0
+    out[3], out[4] = tile.head_kv, Int32(tile.exists)
+
+
 @cute.jit
 def _query_tiles(
     mQ: cute.Tensor,
@@ -88,9 +94,7 @@ def _query_tiles(
     out[0, 0], out[0, 1] = order.total, order.planes.divisor
     out[0, 2], out[0, 3] = order.last_planes.divisor, order.last_section
     for i in cutlass.range(cutlass.min(order.total, out.shape[0] - 1), unroll=1):
-        tile = order.tile(i, seqlens)
-        out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = tile.batch, tile.head, tile.row0
-        out[i + 1, 3], out[i + 1, 4] = tile.head_kv, Int32(tile.exists)
+        write_tile(order.tile(i, seqlens), out[i + 1, None])
 
 
 @cute.jit
@@ -114,9 +118,7 @@ def _query_grid(
         out[0, 3] = sections.last
     out[0, 0] = grid.tiles(batch)
     for i in cutlass.range(out[0, 0], unroll=1):
-        tile = _tile_of_cta(grid, i, seqlens, sizes[3])
-        out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = tile.batch, tile.head, tile.row0
-        out[i + 1, 3], out[i + 1, 4] = tile.head_kv, Int32(tile.exists)
+        write_tile(_tile_of_cta(grid, i, seqlens, sizes[3]), out[i + 1, None])
 
 
 def _tile_of_cta(grid, index, seqlens, tile_m):
@@ -203,7 +205,7 @@ def key_blocks(problem, tile_n, splits, longest_first, multiprocessors, query_by
 
 
 @st.composite
-def problems(draw, most_tiles=500, longest=900):
+def problems(draw, longest=900):
     """Batches, or packed sequences of any lengths with any rows around them."""
     packed = draw(st.booleans())
     group, nheads_kv = draw(st.sampled_from((1, 2, 3, 4, 7, 8))), draw(st.integers(1, 5))
@@ -217,6 +219,18 @@ def problems(draw, most_tiles=500, longest=900):
     return Problem(*lengths, group * nheads_kv, nheads_kv, packed, *around, used)
 
 
+def query_blocks(problem, lengths, queries, heads):
+    """Sorted [(batch, head, row0, head_kv)] of blocks of so many queries of packs of heads, of sequences' lengths."""
+    group = problem.nheads // problem.nheads_kv
+    return [
+        (batch, head, row0, head // group)
+        for batch, length in enumerate(lengths)
+        for first in range(0, problem.nheads, group)
+        for head in range(first, first + group, heads)
+        for row0 in range(0, length, queries)
+    ]
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_every_query_block_once(data):
@@ -228,15 +242,8 @@ def test_every_query_block_once(data):
     (total, *_), found = query_tiles(problem, queries, heads, longest_first, key_bytes)
     assert len(found) == total
     group = problem.nheads // problem.nheads_kv
-    expected = [
-        (batch, head, row0, head // group)
-        for batch, length in enumerate(problem.existing)
-        for first in range(0, problem.nheads, group)
-        for head in range(first, first + group, heads)
-        for row0 in range(0, length, queries)
-    ]
     real = [tuple(tile[:4]) for tile in found if tile[4]]
-    assert sorted(real) == expected
+    assert sorted(real) == query_blocks(problem, problem.existing, queries, heads)
     if problem.packed or not longest_first:  # a head's blocks follow each other, the last one first
         keys = (1, 0) if problem.packed else (0, 1)
         assert real == sorted(real, key=lambda x: (*(x[i] for i in keys), -x[2]))
@@ -257,13 +264,7 @@ def test_every_cta_of_a_grid_has_a_query_block_of_its_own(problem, chosen):
     (total, together, _, _), found = query_grid(problem, tile_m, longest_first, key_bytes, heads, fewest)
     real = [tuple(tile[:4]) for tile in found if tile[4]]
     group = problem.nheads // problem.nheads_kv
-    assert sorted(real) == [
-        (batch, head, row0, head // group)
-        for batch, length in enumerate(problem.lengths_q)
-        for first in range(0, problem.nheads, group)
-        for head in range(first, first + group, heads)
-        for row0 in range(0, length, tile_m)
-    ]
+    assert sorted(real) == query_blocks(problem, problem.lengths_q, tile_m, heads)
     if not longest_first:
         assert real == sorted(real, key=lambda x: (x[0], x[1], -x[2]))
         return
@@ -372,18 +373,11 @@ def test_every_varlen_key_block_once(lengths, before, behind, heads, together, l
         assert len(found) <= heads * ((before + sum(lengths) + behind) // 64 + len(lengths))
 
 
-@functools.cache
-def compiled_head_splits():
-    return cute.compile(
-        _head_splits, *(dynamic(torch.empty(1, 1, 1)) for _ in range(3)), dynamic(int32(*[[0]]))
-    )
-
-
 def query_heads(group, nheads_kv, splits):
     """[(kv head, first query head, end)] of each head of dK and dV."""
     out = torch.full((nheads_kv * splits, 3), -1, dtype=torch.int32)
     sizes = (group * nheads_kv, nheads_kv, nheads_kv * splits)
-    compiled_head_splits()(*(dynamic(torch.empty(1, n, 1)) for n in sizes), dynamic(out))
+    run_once(_head_splits, *(torch.empty(1, n, 1) for n in sizes), out)
     return out.tolist()
 
 
