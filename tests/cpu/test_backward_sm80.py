@@ -7,7 +7,7 @@ from dataclasses import replace
 import cutlass
 import numpy as np
 import pytest
-from cutlass import Int32, cute
+from cutlass import Constexpr, Int32, cute
 
 import layouts
 from cute_attn.compiler import compile, registry
@@ -70,7 +70,7 @@ def storage_at_zero(kernel):
 
 
 @cute.jit
-def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Tensor):
+def write_reads(kernel: Constexpr, name: Constexpr, out: cute.Tensor):
     """out[thread, k, subtile, term] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
@@ -130,9 +130,7 @@ def test_operands_are_read_at_the_layouts_addresses(name):
 
 
 @cute.jit
-def write_stores(
-    kernel: cutlass.Constexpr, name: cutlass.Constexpr, col0: cutlass.Constexpr, out: cute.Tensor
-):
+def write_stores(kernel: Constexpr, name: Constexpr, col0: Constexpr, out: cute.Tensor):
     """out[thread, r, c] = addresses of a pair: the kernel's and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         storage = storage_at_zero(kernel)
@@ -240,9 +238,7 @@ def test_streamed_ctas_cover_all_columns(dtype, dims, chunk):
 
 
 @cute.jit
-def write_columns(
-    dtype: cutlass.Constexpr, shape: cutlass.Constexpr, parts: cutlass.Constexpr, out: cute.Tensor
-):
+def write_columns(dtype: Constexpr, shape: Constexpr, parts: Constexpr, out: cute.Tensor):
     """out[row, col] = addresses by the layout of all columns, and of the part that the column is in."""
     pointer = cute.make_ptr(dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
 
@@ -338,7 +334,7 @@ def test_one_term_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_wh
 
 
 @cute.jit
-def write_rows(kernel: cutlass.Constexpr, out: cute.Tensor):
+def write_rows(kernel: Constexpr, out: cute.Tensor):
     """out[thread, element, M mode] = rows of the dQ accumulator."""
     mma, tile = kernel.mma_dq(), kernel.tile
     for thread in cutlass.range(cute.size(out.shape[0])):
@@ -359,11 +355,6 @@ def test_pieces_of_one_term_are_whole_modes_of_dq():
     for queries_at_once, text in ((16, "multiples of 32"), (32, None)):
         reason = replace(tile, queries_at_once=queries_at_once).reject(kernel.traits, "sm90")
         assert reason is None if text is None else text in reason
-
-
-def test_an_epilogue_without_a_derivative_is_declined():
-    assert BackwardSm80.supports(Traits("backward", "sm80", "bf16", 64)) is None
-    assert "forward" in BackwardSm80.supports(Traits("forward", "sm80", "bf16", 64))
 
 
 def test_steps_at_once_stay_in_swizzle_atoms():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import cutlass
 import pytest
 import torch
-from cutlass import Float32, Int32, cute
+from cutlass import Constexpr, Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
 from cute_attn import reference
@@ -326,7 +326,7 @@ def test_bias_gradient(name, dtype):
 
 
 @cute.jit
-def record_places(tiling: cutlass.Constexpr, own: cute.Tensor, other: cute.Tensor):
+def record_places(tiling: Constexpr, own: cute.Tensor, other: cute.Tensor):
     """own[thread, i] and other[thread, i]: (query, key) of both elements of word i, without and with an exchange."""
     mma, size = tiling.tiled_mma(), tiling.tile
     for thread in cutlass.range(mma.size):

@@ -30,7 +30,6 @@ from tests.cpu.test_examples import load
 from tests.cpu.test_traits import forwards
 
 D64 = Traits("forward", "sm80", "bf16", 64)
-D128 = Traits("forward", "sm80", "bf16", 128)
 
 flags = st.booleans()
 tiles = st.builds(
