@@ -403,6 +403,38 @@ def test_rows_that_see_nothing():
         assert got.visits[0, 0, :2].eq(UNVISITED).all()
 
 
+# ---- packed heads ----
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "features"),
+    [
+        ("wgmma1-64x80", 2, "causal_top_left"),
+        ("wgmma1-64x80", 8, "causal-alibi"),
+        ("wgmma1-64x80", 8, "window-softcap-alibi-sinks_fp32"),
+        ("wgmma1-64x80", 64, "window-softcap-alibi-sinks_fp32"),
+        ("wgmma2-128x112", 16, ""),
+        ("wgmma2-128x112", 16, "causal-alibi"),
+    ],
+)
+def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
+    """Scores, softmax and log-sum-exps of every query and head, on real accumulators; two packs a batch."""
+    tiling = TILINGS[name].of(features)
+    tiling = replace(tiling, tile=replace(tiling.tile, pack_heads=heads))
+    for seqlen_q, seqlen_k in ((1, 100), (7, 60), (70, 300)):
+        problem = Scores.random(
+            *(1, 2 * heads, seqlen_q, seqlen_k),
+            softcap=2.5 if "softcap" in features else 0.0,
+            alibi_slopes=torch.rand(1, 2 * heads) if "alibi" in features else None,
+            sinks=3 * torch.randn(2 * heads) if "sinks" in features else None,
+            window_left=20,
+            window_right=3,
+        )
+        first = [heads * (head // heads) for head in range(2 * heads)]
+        got = compare(tiling, replace(problem, k=problem.k[:, :, first], v=problem.v[:, :, first]))
+        assert got.visits.shape[1] == 2 and got.visits.shape[2] == -(-seqlen_q * heads // tiling.tile.tile_m)
+
+
 # ---- lengths ----
 
 

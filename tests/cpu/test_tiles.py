@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import layouts
 from cute_attn.compiler import compile, registry
 from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.host.call import Call
+from cute_attn.host.choose import choose_kernel
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.forward_sm80 import ForwardSm80
 from cute_attn.kernels.forward_sm90 import ForwardSm90
@@ -20,6 +22,7 @@ from cute_attn.tiles import (
     SHARED_MEMORY_BYTES,
     TARGETS,
     ForwardSm80Tile,
+    ForwardSm90Tile,
     padded,
 )
 from cute_attn.tiles.inference import CacheCall
@@ -399,6 +402,21 @@ def test_a_variant_keeps_its_own_default_tile(parent, op, change):
     kernel = type("Own", (parent,), {"default_tile": classmethod(lambda cls, traits, target: own)})
     made = kernel(traits, own)
     assert made.for_lengths(32, 32, 1, "sm90", 1).tile == own
+
+
+def test_a_tile_counts_its_queries():
+    sizes = ("tile_m=64,pack_heads=8", "tile_m=192,pack_heads=4")
+    assert [ForwardSm90Tile().override(text).queries for text in sizes] == [8, 48]
+
+
+@pytest.mark.parametrize(
+    ("nheads", "nheads_kv", "tile", "heads"),
+    [(16, 2, "", 8), (12, 2, "", 8), (6, 6, "", 1), (12, 2, "pack_heads=2", 2)],
+)
+def test_a_call_is_packed_by_its_heads(nheads, nheads_kv, tile, heads):
+    q, k = (torch.empty(2, n, h, 64, dtype=torch.bfloat16) for n, h in ((3, nheads), (300, nheads_kv)))
+    call = Call(q, k, k, max_seqlen_q=3, max_seqlen_k=300, kernel="sm90", tile=tile)
+    assert choose_kernel(call, "sm90").tile.pack_heads == heads
 
 
 NARROW, WIDE = range(32, 257, 32), (*range(32, 577, 96), 512, 576)
