@@ -2,31 +2,28 @@
 
 Building all of them takes an hour and a half of two cores. The cover has, for each op and arch:
 
-- every default tile that takes more than ``ROOMY`` of a thread's registers, by the tile's own estimate, for one of the
-  targets that it is the default of; of tiles that differ in ``STORAGE`` alone, one that has each value of it; of other
-  tiles, which spill only after a mistake that shows in these too, each value of each field that is no number;
-- every value of every trait that occurs in the list, and every target; of head dims with one tile the largest, which
-  needs the most registers. Kernels that are the same on both generations are one kernel in this;
+- every default tile, for one of the targets that it is the default of; of tiles that differ in ``STORAGE`` alone, one
+  that has each value of it;
+- every value of every trait that occurs in the list, and every target. Kernels that are the same on both generations
+  are one kernel in this;
 - the causal kernels of head dims 64 and 128, which most users run;
 - of every Ampere forward and backward, built for the GPU it is named after, each feature that costs registers at each
   head dim of ``EVERYDAY``, several at once where the tile stays: ptxas spills on one target what it keeps on another.
 
 Spills and serialised wgmma depend on the tile, and on the registers that features take beside it. How many stages a
-tile has, how many heads it packs or how it adds to dQ says where data lies, and takes next to none. What covers most
-for the time that it takes to build is built. Errors of one head dim or target with one feature, or of two features
-together, may be missed: ``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
+tile has, how many heads it packs or how it adds to dQ says where data lies, and takes next to none. Errors of one head
+dim or target with one feature, or of two features together, may be missed:
+``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
 """
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cute_attn.compiler import registry
-from cute_attn.tiles.base import REGISTERS_PER_THREAD
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
@@ -234,8 +231,6 @@ EVERYDAY = tuple(
     )
 )
 """Ampere kernels with the features that programs use, one at a time, and those that share a tile at once."""
-ROOMY = 0.7
-"""Part of a thread's registers up to which a tile of 16 bits is far from spills, by its own estimate."""
 
 
 def every() -> list[Default]:
@@ -274,28 +269,9 @@ def _on_targets(default: Default) -> Iterator[Default]:
 
 @functools.cache
 def cover() -> tuple[Default, ...]:
-    """A cover of the demands of ``representative()``, in their order, that builds in little time."""
+    """A cover of the demands of ``representative()``, in their order."""
     pool = representative()
-    wanted = {default: demands(default) for default in pool}
-    common = [default for default in pool if _is_common(default)]
-    return tuple(covering(pool, wanted.__getitem__, _cost, common))
-
-
-def _cost(default: Default) -> float:
-    """Roughly what building it takes, in units of a small kernel: fitted to the seconds of 120 of them."""
-    traits, tile = default.traits, default.kernel.tile
-    if traits.op not in ATTENDS:
-        return 1
-    dearer = {
-        4.0: traits.bias_grad,
-        1.75: getattr(tile, "speculative", False),  # the loop is there twice
-        1.4: traits.head_dim > 256,
-        1.3: (traits.op, traits.arch) == ("backward", "sm90"),
-        1.25: traits.dropout,
-        1.15: traits.bias,
-        1.1: traits.varlen,
-    }
-    return 7 * math.prod(factor for factor, applies in dearer.items() if applies)
+    return tuple(covering(pool, demands, always=[default for default in pool if _is_common(default)]))
 
 
 def covering(
@@ -327,12 +303,14 @@ def covering(
 @functools.cache
 def demands(default: Default) -> frozenset[Hashable]:
     """What a kernel covers: its tile, its target and each of its traits."""
-    traits, tile, kernel = default.traits, default.kernel.tile, _kind(default)
+    traits, tile, kernel = default.traits, asdict(default.kernel.tile), _kind(default)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
-    if not _has_largest_head_dim(default):
-        del values["head_dim"], values["head_dim_v"]
-    values |= {"target": default.target} | _storage(tile)
-    values |= _switches(tile) if _is_roomy(default) else {"tile": _without_storage(tile)}
+    values |= {name: tile[name] for name in STORAGE if name in tile}
+    values |= {
+        name: min(tile[name], 2) for name in tile if name == "pack_heads"
+    }  # more heads differ by a shift
+    values["tile"] = str({name: value for name, value in tile.items() if name not in STORAGE})
+    values["target"] = default.target
     found: set[Hashable] = {(kernel, name, value) for name, value in values.items() if value}
     return frozenset(found | {(kernel, traits.head_dim, feature) for feature in _costly_features(default)})
 
@@ -341,32 +319,6 @@ def _kind(default: Default) -> tuple[str, str]:
     """A kernel's op and generation; a kernel without MMA is the same on both."""
     traits = default.traits
     return traits.op, traits.arch if traits.op in ATTENDS else ""
-
-
-def _is_roomy(default: Default) -> bool:
-    """Far from spills; estimates for fp32 are up to 40% too low to say so."""
-    tile, traits = default.kernel.tile, default.traits
-    available = getattr(tile, "compute_registers", REGISTERS_PER_THREAD)
-    return traits.dtype != "fp32" and bool(tile.registers(traits) <= ROOMY * available)
-
-
-def _has_largest_head_dim(default: Default) -> bool:
-    """Of the default kernels with its tile."""
-    return _head_dims(default) == _largest_head_dims()[_kind(default), _without_storage(default.kernel.tile)]
-
-
-@functools.cache
-def _largest_head_dims() -> dict[Hashable, tuple[int, int]]:
-    """The largest head dims of each op's and generation's tiles."""
-    found: dict[Hashable, tuple[int, int]] = {}
-    for default in representative():
-        key = _kind(default), _without_storage(default.kernel.tile)
-        found[key] = max(_head_dims(default), found.get(key, (0, 0)))
-    return found
-
-
-def _head_dims(default: Default) -> tuple[int, int]:
-    return default.traits.head_dim, default.traits.head_dim_v
 
 
 def _costly_features(default: Default) -> Iterator[str]:
@@ -382,18 +334,3 @@ def _is_common(default: Default) -> bool:
     traits = default.traits
     names = (f"{traits.op}-{traits.arch}-bf16-d{dim}-causal" for dim in (64, 128))
     return traits.name in names and default.target == traits.arch and not default.lengths
-
-
-def _storage(tile: Any) -> dict[str, int]:
-    """A tile's ``STORAGE``; heads it packs are 1 or 2: more of them differ by a shift."""
-    found = {name: getattr(tile, name) for name in STORAGE if hasattr(tile, name)}
-    return found | {name: min(n, 2) for name, n in found.items() if name == "pack_heads"}
-
-
-def _switches(tile: Any) -> dict[str, Hashable]:
-    """A tile's fields that are no numbers."""
-    return {name: value for name, value in asdict(tile).items() if isinstance(value, bool | str)}
-
-
-def _without_storage(tile: Any) -> str:
-    return str({name: value for name, value in asdict(tile).items() if name not in STORAGE})

@@ -18,20 +18,13 @@ COLUMNS = ("index", "batch", "head", "m_block", "begin", "end", "whole", "partia
 
 
 @cute.jit
-def divide(
-    cu_seqlens_q: cute.Tensor,
-    seqused_k: cute.Tensor,
-    numbers: cute.Tensor,
-    ranges: cute.Tensor,
-    tiles: cute.Tensor,
-    lane: Int32,
-    mask: Constexpr,
-    overhead: Constexpr,
-):
+def divide(tensors: tuple, lane: Int32, mask: Constexpr, overhead: Constexpr):
     """Every CTA's ``TileRange``s, and every work tile's first and last stream-K range; lane 0 writes them.
 
-    numbers: heads, CTAs, window; and as results the number of ``TileRange``s, the line's length and its ranges.
+    tensors: starts of queries, used keys, numbers, ranges and work tiles. numbers: heads, CTAs, window; and as results
+    the number of ``TileRange``s, the line's length and its ranges.
     """
+    cu_seqlens_q, seqused_k, numbers, ranges, tiles = tensors
     batch = Int32(seqused_k.shape[0])
     seqlens = Seqlens(cu_seqlens_q, None, None, seqused_k, Int32(0), Int32(1 << 30))
     args = (numbers[2], Int32(0)) if cutlass.const_expr(mask.windowed) else ()
@@ -66,48 +59,20 @@ def divide(
 
 
 @cute.jit
-def divide_by_a_thread(
-    cu_seqlens_q: cute.Tensor,
-    seqused_k: cute.Tensor,
-    numbers: cute.Tensor,
-    ranges: cute.Tensor,
-    tiles: cute.Tensor,
-    mask: Constexpr,
-    overhead: Constexpr,
-):
+def divide_by_a_thread(tensors: tuple, mask: Constexpr, overhead: Constexpr):
     """On the host, where a thread has the terms of all lanes."""
-    divide(cu_seqlens_q, seqused_k, numbers, ranges, tiles, Int32(0), mask, overhead)
+    divide(tensors, Int32(0), mask, overhead)
 
 
 @cute.kernel
-def warp(
-    cu_seqlens_q: cute.Tensor,
-    seqused_k: cute.Tensor,
-    numbers: cute.Tensor,
-    ranges: cute.Tensor,
-    tiles: cute.Tensor,
-    mask: Constexpr,
-    overhead: Constexpr,
-):
-    lane = cute.arch.thread_idx()[0]
-    divide(cu_seqlens_q, seqused_k, numbers, ranges, tiles, lane, mask, overhead)
+def warp(tensors: tuple, mask: Constexpr, overhead: Constexpr):
+    divide(tensors, cute.arch.thread_idx()[0], mask, overhead)
 
 
 @cute.jit
-def divide_by_a_warp(
-    cu_seqlens_q: cute.Tensor,
-    seqused_k: cute.Tensor,
-    numbers: cute.Tensor,
-    ranges: cute.Tensor,
-    tiles: cute.Tensor,
-    mask: Constexpr,
-    overhead: Constexpr,
-    stream: cuda.CUstream,
-):
+def divide_by_a_warp(tensors: tuple, mask: Constexpr, overhead: Constexpr, stream: cuda.CUstream):
     """On the device, by one warp."""
-    warp(cu_seqlens_q, seqused_k, numbers, ranges, tiles, mask, overhead).launch(
-        grid=[1, 1, 1], block=[32, 1, 1], stream=stream
-    )
+    warp(tensors, mask, overhead).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
 
 KINDS = {"none": Mask(False, False), "causal": Mask(True, False), "window": Mask(False, True)}
@@ -116,19 +81,19 @@ KINDS = {"none": Mask(False, False), "causal": Mask(True, False), "window": Mask
 def fakes():
     """The tensors' types, for any sizes."""
     shapes = ((2,), (1,), (6,), (1, len(COLUMNS)), (1, 5))
-    return [dynamic(torch.zeros(shape, dtype=torch.int32)) for shape in shapes]
+    return tuple(dynamic(torch.zeros(shape, dtype=torch.int32)) for shape in shapes)
 
 
 @functools.cache
 def on_host(kind, overhead):
-    return cute.compile(divide_by_a_thread, *fakes(), KINDS[kind], overhead)
+    return cute.compile(divide_by_a_thread, fakes(), KINDS[kind], overhead)
 
 
 @functools.cache
 def on_device(kind, overhead):
     stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-    compiled = cute.compile(divide_by_a_warp, *fakes(), KINDS[kind], overhead, stream)
-    return lambda *tensors: compiled(*tensors, stream)
+    compiled = cute.compile(divide_by_a_warp, fakes(), KINDS[kind], overhead, stream)
+    return lambda tensors: compiled(tensors, stream)
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,7 +131,7 @@ class Line:
         tensors = (cu_seqlens_q, int32(*[k for _, k in lengths]), numbers, ranges, tiles)
         tensors = tuple(x.to(device) for x in tensors)
         run = on_host if device == "cpu" else on_device
-        run(kind, overhead)(*map(dynamic, tensors))
+        run(kind, overhead)(tuple(map(dynamic, tensors)))
         numbers, ranges, tiles = (x.cpu() for x in tensors[2:])
         count, self.total, self.used = numbers[3:].tolist()
         self.ranges = [dict(zip(COLUMNS, row, strict=True)) for row in ranges[:count].tolist()]

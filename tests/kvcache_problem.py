@@ -1,6 +1,7 @@
-"""Calls of attention with a cache: their tensors, and what is expected of them, by loops."""
+"""Calls of attention with a cache: their tensors, and what is expected of them."""
 
 import dataclasses
+import itertools
 import math
 import random
 from typing import Any
@@ -14,6 +15,7 @@ from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.reference import kvcache as ref
+from tests.fuzz import oracle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,17 +312,20 @@ class Problem:
             ),
         )
 
-    # ---- the same by loops ----
+    # ---- the same, one sequence after the other, by the oracle ----
 
-    def turned(self, row: list[float], position: int) -> list[float]:
-        pairs = self.case.rotary // 2
-        position = min(max(position, 0), self.rotary.cos.shape[0] - 1)
-        row = list(row)
-        for i in range(pairs):
-            c, s = float(self.rotary.cos[position, i]), float(self.rotary.sin[position, i])
-            one, two = (2 * i, 2 * i + 1) if self.case.interleaved else (i, i + pairs)
-            row[one], row[two] = row[one] * c - row[two] * s, row[one] * s + row[two] * c
-        return row
+    def turned(self, x: torch.Tensor, positions: list[int]) -> torch.Tensor:
+        """Rows of heads (rows, heads, dim), each turned by the angles of its position."""
+        pairs, last = self.case.rotary // 2, self.rotary.cos.shape[0] - 1
+        at = [min(max(position, 0), last) for position in positions]
+        cos, sin = (angles[at].unsqueeze(1) for angles in (self.rotary.cos, self.rotary.sin))
+        one, two = slice(pairs), slice(pairs, 2 * pairs)
+        if self.case.interleaved:
+            one, two = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+        found = x.clone()
+        found[..., one] = x[..., one] * cos - x[..., two] * sin
+        found[..., two] = x[..., one] * sin + x[..., two] * cos
+        return found
 
     def rows_of(self, x, b, cumulative):
         return x[b] if cumulative is None else x[cumulative[b] : cumulative[b + 1]]
@@ -331,71 +336,45 @@ class Problem:
         for b in range(case.batch if case.new else 0):
             position = (case.rotary_seqlens or case.lengths)[b]
             new_k, new_v = (self.rows_of(x, b, self.cu_new) for x in self.new)
-            for i in range(len(new_k)):
-                if case.lengths[b] + i >= case.capacity:
-                    continue
-                page, row = self.place(b, case.lengths[b] + i)
-                for head in range(case.heads[1]):
-                    values = new_k[i, head].tolist()
-                    values = self.turned(values, position + i) if case.rotary else values
-                    k[page, row, head] = torch.tensor(values, dtype=k.dtype)
-                    v[page, row, head] = new_v[i, head]
+            if case.rotary:
+                new_k = self.turned(new_k, [position + i for i in range(len(new_k))])
+            for i in range(min(len(new_k), case.capacity - case.lengths[b])):
+                place = self.place(b, case.lengths[b] + i)
+                k[place], v[place] = new_k[i], new_v[i]
         return k, v
 
     def expected(self):
         """out and lse of each sequence, (queries, heads, dim) and (queries, heads), from the cache as it is."""
-        case, outs, lses = self.case, [], []
+        case, found = self.case, []
+        window = (UNBOUNDED, 0) if case.mask == "causal" else case.window if case.mask else (UNBOUNDED,) * 2
+        bounds = tuple(None if bound == UNBOUNDED else bound for bound in window)
         for b in range(case.batch):
-            q = self.rows_of(self.q, b, self.cu_q)
+            q, start = self.rows_of(self.q, b, self.cu_q), (case.rotary_seqlens or case.lengths)[b]
+            if case.rotary:
+                q = self.turned(q, [start + (i if case.mask else 0) for i in range(len(q))])
             end = min(case.lengths[b] + (case.new[b] if case.new else 0), case.capacity)
-            keys = range(case.leftpad[b] if case.leftpad else 0, end)
-            start = (case.rotary_seqlens or case.lengths)[b]
-            out = torch.zeros(len(q), case.heads[0], case.dims[1], dtype=q.dtype)
-            lse = torch.full((len(q), case.heads[0]), -math.inf, dtype=q.dtype)
-            for i in range(len(q)):
-                for head in range(case.heads[0]):
-                    row = q[i, head].tolist()
-                    if case.rotary:
-                        row = self.turned(row, start + (i if case.mask else 0))
-                    self.attend(b, i - len(q), head, row, keys, out[i, head], lse[i : i + 1, head])
-            outs.append(out)
-            lses.append(lse)
-        return outs, lses
-
-    def in_tree(self, b, query, key):
-        """True if a query sees a key, both counted back from the end."""
-        queries = self.case.queries or (1,) * self.case.batch
-        row, draft = sum(queries[: b + 1]) + query, queries[b] + key
-        return draft < 0 or int(self.tree[row, draft // 32]) >> (draft % 32) & 1 == 1
-
-    def attend(self, b, from_last, head, q, keys, out, lse):
-        """One query, ``from_last`` rows before the end: -1 is the last, whose own key is the last one."""
-        case, scores = self.case, {}
-        own = keys.stop + from_last
-        slope = 0.0
-        if self.slopes is not None:
-            slope = float(self.slopes[head] if self.slopes.dim() == 1 else self.slopes[b, head])
-        left, right = (UNBOUNDED, 0) if case.mask == "causal" else case.window
-        for key in keys:
-            if case.mask and not own - left <= key <= own + right:
-                continue
-            if self.tree is not None and not self.in_tree(b, from_last, key - keys.stop):
-                continue
-            k = self.k[self.place(b, key)][head * case.heads[1] // case.heads[0]].tolist()
-            score = 0.3 * sum(x * y for x, y in zip(q, k, strict=True))
-            score = case.softcap * math.tanh(score / case.softcap) if case.softcap else score
+            places = [self.place(b, row) for row in range(case.leftpad[b] if case.leftpad else 0, end)]
+            k, v = (torch.stack([x[at] for at in places]) if places else x[0, :0] for x in (self.k, self.v))
+            options = oracle.Options(
+                0.3,
+                softcap=case.softcap,
+                alibi=self.slopes,
+                bias=None if self.tree is None else self.seen_in_tree(b, len(q), len(k)),
+                window=bounds,
+                sinks=self.sinks,
+                **(self.functions() if case.functions else {}),
+            )
             # Both lengths count from leftpad, so that their difference does not depend on it.
-            scores[key] = score - slope * abs(own - key)
-            if self.added is not None:
-                query, index = from_last + (case.queries or (1,) * case.batch)[b], key - keys.start
-                scores[key] += float(self.added[b, head, query, index])
-                if (2 * b + head + query + index) % 3 == 0:
-                    del scores[key]
-        sink = [] if self.sinks is None else [float(self.sinks[head])]
-        if scores or sink:
-            largest = max([*scores.values(), *sink])
-            weights = {key: math.exp(score - largest) for key, score in scores.items()}
-            total = sum([*weights.values(), *(math.exp(x - largest) for x in sink)])
-            lse[0] = largest + math.log(total)
-            for key, weight in weights.items():
-                out += weight / total * self.v[self.place(b, key)][head * case.heads[1] // case.heads[0]]
+            out, lse = oracle.attend(q, k, v, options, q.dtype, b, len(k) - len(q))
+            found.append((out, lse.T))
+        return zip(*found, strict=True)
+
+    def seen_in_tree(self, b: int, queries: int, keys: int) -> torch.Tensor:
+        """(1, 1, queries, keys): whether a query sees a key; the last keys are the queries' own."""
+        first = sum((self.case.queries or (1,) * self.case.batch)[:b])
+        seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+        for query, draft in itertools.product(range(queries), range(max(queries - keys, 0), queries)):
+            seen[..., query, keys - queries + draft] = (
+                int(self.tree[first + query, draft // 32]) >> (draft % 32) & 1
+            )
+        return seen

@@ -147,17 +147,13 @@ class Problem:
 
     def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The same by the reference in ``dtype``; outputs have q's dtype unless that is less precise."""
-        problem = self
-        if dtype not in (torch.float16, torch.bfloat16):
-            problem = replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))  # type: ignore[arg-type]
-        return self._named(problem._define(dtype))
+        return self._named(self._widened(dtype)._define(dtype))
 
     def start(self, *, out: bool = True, lse: bool = False, seed: int = 1) -> "Start":
         """Random gradients of out and of lse, NaN in rows out of bounds."""
         case, q = self.case, self.tensors[0]
         generator = torch.Generator(q.device).manual_seed(seed)
-        shapes = ((*q.shape[:-1], case.size_v), (q.shape[-2], q.shape[0]) if case.varlen else None)
-        shapes = (shapes[0], shapes[1] or (q.shape[0], q.shape[2], q.shape[1]))
+        shapes = ((*q.shape[:-1], case.size_v), q[..., 0].mT.shape)
         grads = [
             torch.randn(shape, generator=generator, device=q.device, dtype=dtype)
             for shape, dtype in zip(shapes, (q.dtype, torch.float32), strict=True)
@@ -182,11 +178,13 @@ class Problem:
 
     def expected_gradients(self, start: "Start", dtype: torch.dtype) -> dict[str, Tensor]:
         """The same through the reference in ``dtype``."""
-        problem = self
-        if dtype not in (torch.float16, torch.bfloat16):
-            problem = replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))  # type: ignore[arg-type]
-        problem, leaves = problem._with_leaves()
+        problem, leaves = self._widened(dtype)._with_leaves()
         return start.gradients_of(problem._define(dtype)[:2], leaves)
+
+    def _widened(self, dtype: torch.dtype) -> "Problem":
+        if dtype in (torch.float16, torch.bfloat16):
+            return self
+        return replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))  # type: ignore[arg-type]
 
     def _with_leaves(self, wanted: str = "") -> tuple["Problem", dict[str, Tensor]]:
         """The same problem with tensors that require gradients, and these by name."""
@@ -201,12 +199,12 @@ class Problem:
 
     def _run(self, **options: Any) -> Any:
         case, lengths, inputs = self.case, self.lengths, self.inputs
-        options = {"rng_state": inputs.rng_state} | options
-        options |= {"causal": case.causal, "window": case.window, "softcap": case.softcap}
-        options |= {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias, "seqused_k": lengths.seqused_k}
-        options |= {"sinks": inputs.sinks}
-        options |= {"dropout_p": case.dropout_p, "dropout_mask": case.dropout_mask}
-        options |= {"return_lse": True, "return_softmax": case.return_softmax}
+        options = (
+            {"rng_state": inputs.rng_state} | options | {"return_lse": True, "seqused_k": lengths.seqused_k}
+        )
+        of_case = ("causal", "window", "softcap", "dropout_p", "dropout_mask", "return_softmax")
+        options |= {name: getattr(case, name) for name in of_case}
+        options |= {name: getattr(inputs, name) for name in ("alibi_slopes", "bias", "sinks")}
         if not case.varlen:
             return attention(*self.tensors, **options)
         assert lengths.cu_seqlens_q is not None and lengths.cu_seqlens_k is not None
@@ -300,6 +298,9 @@ class _Builder:
         dtype_ = DTYPES[dtype or self.case.dtype]
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=dtype_)
 
+    def nans(self, *shape: int) -> Tensor:
+        return torch.full(shape, math.nan, dtype=DTYPES[self.case.dtype], device=self.device)
+
     def int32(self, values: tuple[int, ...]) -> Tensor | None:
         return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
 
@@ -344,12 +345,7 @@ class _Builder:
     def layout(self, name: str, rows: int, heads: int, dim: int) -> Tensor:
         case = self.case
         if case.varlen:
-            storage = torch.full(
-                (rows + self.FIRST + self.LAST, heads, dim),
-                math.nan,
-                dtype=DTYPES[case.dtype],
-                device=self.device,
-            )
+            storage = self.nans(rows + self.FIRST + self.LAST, heads, dim)
             storage[self.FIRST : self.FIRST + rows] = self.randn(rows, heads, dim)
             return storage
         shape = (case.batch, rows, heads, dim)
@@ -372,10 +368,7 @@ class _Builder:
 
     def surrounded(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
         last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        storage = torch.full(
-            (max(last, 0) + 1 + 4096,), math.nan, dtype=DTYPES[self.case.dtype], device=self.device
-        )
-        return storage.as_strided(shape, strides).copy_(self.randn(*shape))
+        return self.nans(max(last, 0) + 1 + 4096).as_strided(shape, strides).copy_(self.randn(*shape))
 
     def poison(self, k: Tensor, v: Tensor, lengths: reference.Lengths) -> None:
         """NaN and Inf in keys and values beyond seqused_k."""

@@ -1,7 +1,13 @@
 """Tensors of tests: random ones that a seed determines, lengths, and arguments of device code that runs on the host."""
 
+import functools
+import mmap
+
 import torch
+from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
+
+from cute_attn import reference
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -15,6 +21,43 @@ def int32(*values):
 def dynamic(x):
     """As an argument of any size, whose last dimension is contiguous; None stays."""
     return None if x is None else from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+def aligned(x):
+    """As :func:`dynamic`, and rows of numbers are aligned to 16 bytes as kernels' are."""
+    if x is None:
+        return None
+    given = from_dlpack(x, assumed_align=4 if x.dtype == torch.int32 else 16)
+    return given.mark_layout_dynamic(leading_dim=x.ndim - 1)
+
+
+def run(function, *tensors, constants=(), arch="sm_90a"):
+    """Device code on the host, compiled once for tensors of any size; ``constants`` follow the tensors."""
+    kinds = tuple(None if x is None else (x.ndim, x.dtype) for x in tensors)
+    _compiled(function, kinds, constants, arch)(*map(aligned, tensors))
+
+
+@functools.cache
+def _compiled(function, kinds, constants, arch):
+    fakes = (None if kind is None else torch.zeros((1,) * kind[0], dtype=kind[1]) for kind in kinds)
+    return cute.compile[cute.GPUArch(arch)](function, *map(aligned, fakes), *constants)
+
+
+def score_coords(at, nheads, lengths, longest=None, **more):
+    """Where scores are. at: batches, heads, queries and keys; lengths and the longest: of queries and keys."""
+    places = (
+        torch.as_tensor(x).view(*(-1 if i == axis else 1 for i in range(4))) for axis, x in enumerate(at)
+    )
+    names = {"top_left": False} | more
+    return reference.ScoreCoords(*places, nheads, *lengths, *(longest or lengths), **names)
+
+
+def far_apart(folder):
+    """Of fp16 (2, 1, 8, 64), batches 2^32 elements apart, in a file of which only two small ranges exist."""
+    with open(folder / "sparse", "wb+") as file:
+        file.truncate(2 * (2**32 + 8 * 64))
+        memory = mmap.mmap(file.fileno(), 0)
+    return torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
 
 
 def inputs_of(features, batch, nheads, seqlen_q, seqlen_k):

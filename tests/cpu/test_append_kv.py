@@ -8,7 +8,7 @@ import torch
 from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from cute_attn.compiler import compile, registry
+from cute_attn.compiler import compile
 from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.seqlen import sequence_of_row
 from cute_attn.host import append
@@ -26,7 +26,7 @@ def on_cpu(monkeypatch):
 
 def emulated(problem: Problem, q: torch.Tensor | None = None) -> torch.Tensor | None:
     """Append on every thread, and with ``q`` return its rotated copy."""
-    return append.launch(problem.append()._replace(cu_seqlens_q=problem.cu_q, mask=problem.case.mask), q)
+    return append.launch(problem.append(), q, problem.cu_q, bool(problem.case.mask))
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -158,17 +158,11 @@ def test_kernels_build(name):
     assert "st.global.v4" in compiled.ptx
 
 
-WRONG = """
-lookup("append-sm80-bf16-d64-causal") -> Unsupported: it uses no score features; accepted: append-sm80-bf16-d64
-lookup("append-sm80-bf16-d64-varlen") -> Unsupported: varlen is of the queries; accepted: with rotate_q
-lookup("append-sm80-bf16-d64", "num_threads=48") -> Unsupported: num_threads is 48; accepted: multiples of 32 up to 1024
+@refusals.each("""
 Traits("append", "sm80", "bf16", 64, rotate_q=True)
     -> ValueError: rotate_q is True without rotary; accepted: with rotary interleaved or
 Traits("forward", "sm80", "bf16", 64, paged=True)
     -> ValueError: paged is True with op 'forward'; accepted: with op 'append'
-"""
-
-
-@refusals.each(WRONG)
-def test_what_it_does_not_use_and_traits_that_say_nothing_are_refused(call, sentence):
-    refusals.check(call, sentence, globals() | {"lookup": registry.lookup})
+""")
+def test_traits_that_say_nothing_are_refused(call, sentence):
+    refusals.check(call, sentence, globals())

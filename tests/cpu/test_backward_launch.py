@@ -20,9 +20,10 @@ from cute_attn.host.backward import check_blocks, gradients, query_blocks
 from cute_attn.host.call import NUM_TENSORS
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import PADDED_TENSORS
-from tests import machine, refusals
+from tests import backward_workspace, machine, refusals
 from tests.padded_rows import copy_rows
 from tests.problem import Case
+from tests.tensors import score_coords
 
 BF16 = torch.bfloat16
 
@@ -44,7 +45,7 @@ class Torch:
         traits, tile = kernel.traits, kernel.tile
         self.built.append((traits, tile))
         functions = {"backward": self.main, "backward_split": self.split}
-        functions |= {"backward_preprocess": self.preprocess, "backward_convert": self.convert}
+        functions |= {"backward_preprocess": self.preprocess, "backward_convert": backward_workspace.convert}
         functions |= dict.fromkeys(PADDED_TENSORS, lambda traits, tile, given: copy_rows(traits, given))
 
         def function(given):
@@ -54,49 +55,16 @@ class Torch:
         return function
 
     @staticmethod
-    def sequences(traits, tile, seqlens, q, k=None):
-        """For each batch: its slices of q's and k's rows, and its first row in the workspace."""
-        for b in range(q.shape[0] if seqlens.cu_seqlens_q is None else len(seqlens.cu_seqlens_q) - 1):
-            rows = []
-            for side in "qk":
-                cu, used = getattr(seqlens, f"cu_seqlens_{side}"), getattr(seqlens, f"seqused_{side}")
-                start, end = (
-                    (0, getattr(seqlens, f"max_seqlen_{side}")) if cu is None else cu[b : b + 2].tolist()
-                )
-                used_end = end if used is None else min(end, start + int(used[b]))
-                rows.append((slice(start, used_end), slice(start, end)))
-            first = (rows[0][0].start // tile.tile_m + b) * tile.tile_m if traits.varlen else 0
-            yield b, *rows, first
-
-    @classmethod
-    def preprocess(cls, traits, tile, given):
-        seqlens, dlse = given.seqlens, given.mDLSE
-        lse_log2, minus_d, accumulators, counter = workspace = (
-            *(given.mLSElog2, given.mMinusD, given.mDQaccum, given.mCounters),
-        )
+    def preprocess(traits, tile, given):
+        workspace = (given.mLSElog2, given.mMinusD, given.mDQaccum, given.mCounters)
         assert (given.gradients is not None) == traits.varlen
         for x, side in zip(given.gradients or (), "qkk", strict=False):
-            ends = getattr(seqlens, f"cu_seqlens_{side}")
+            ends = getattr(given.seqlens, f"cu_seqlens_{side}")
             x[: ends[0]], x[ends[-1] :] = 0, 0
-        counter[:] = 0
+        given.mCounters[:] = 0
         for x in workspace:
             assert x.is_contiguous() and x.data_ptr() % 16 == 0
-        for b, (rows, _), _, first in cls.sequences(traits, tile, seqlens, given.mO):
-            at = (slice(None),) if traits.varlen else (b,)
-            n, end = rows.stop - rows.start, first + -(-(rows.stop - rows.start) // tile.tile_m) * tile.tile_m
-            products = (given.mDO.float() * given.mO.float()).sum(-1)
-            products = (products if traits.varlen else products[b])[rows].T
-            own = given.mLSE[at][:, rows]
-            change = 0 if dlse is None else dlse[at][:, rows]
-            lse_log2[at][:, first:end] = math.inf
-            minus_d[at][:, first:end] = 0
-            lse_log2[at][:, first : first + n] = torch.where(own.isinf(), math.inf, own * math.log2(math.e))
-            minus_d[at][:, first : first + n] = torch.where(
-                own.isinf(), 0, (change - products) * given.keep_prob
-            )
-            width = padded(traits.head_dim)
-            for accumulator in accumulators:
-                accumulator[at][:, first * width : end * width] = 0
+        backward_workspace.preprocess(traits, tile, given)
 
     @staticmethod
     def split(traits, tile, given):
@@ -110,8 +78,8 @@ class Torch:
                 for part, value in zip(own.unbind(-2), (hi, 4 * x - hi.float()), strict=False):
                     part[..., : x.shape[-1]] = value
 
-    @classmethod
-    def main(cls, traits, tile, given):
+    @staticmethod
+    def main(traits, tile, given):
         q, k, v, do = operands = given.mQ, given.mK, given.mV, given.mDO
         if traits.arch == "sm80":
             scales = given.scales
@@ -122,92 +90,62 @@ class Torch:
                 dims = (traits.head_dim, traits.head_dim, traits.head_dim_v, traits.head_dim_v)
                 whole = [x.float().sum(-2) * scale for x, scale in zip(operands, scales, strict=True)]
                 q, k, v, do = (x[..., :dim] for x, dim in zip(whole, dims, strict=True))
-        lse_log2, minus_d, accumulators = given.mLSElog2, given.mMinusD, given.mDQaccum
         dk, dv, seqlens, scale = given.mDK, given.mDV, given.seqlens, given.softmax_scale
         num_splits, split_stride, counter, _ = given.schedule
         assert counter.view(torch.int32)[0] == 0
-        width, group = padded(traits.head_dim), q.shape[-2] // k.shape[-2]
-        heads, parts = (max(a.shape[-2] // b.shape[-2], 1) for a, b in ((q, dk), (dk, q)))
-        score = list(given.score_args)
+        width, heads, group = padded(traits.head_dim), q.shape[-2], q.shape[-2] // k.shape[-2]
+        score, parts = list(given.score_args), max(dk.shape[-2] // heads, 1)
         cap, (left, right) = score.pop(0), score.pop(0) or (0, 0)
         slopes = score.pop(0)[0] if traits.alibi else None
         bias = score.pop(0) if traits.bias else (None,)
         state, rescale = (score[0][0], score[0][2]) if traits.dropout else (None, 1.0)
         inputs = ScoreInputs(left, right, slopes, bias[0], softcap=cap if traits.softcap else 0.0)
-        varlen = traits.varlen
-        for b, (rows, _), (keys, all_keys), first in cls.sequences(traits, tile, seqlens, q, k):
-            own = [x if varlen else x[b] for x in (q, k, v, do, dk, dv)]
-            own_dk, own_dv = own[4][all_keys], own[5][all_keys]
-            own_dk.zero_(), own_dv.zero_()
-            n_q, n_k = rows.stop - rows.start, keys.stop - keys.start
-            sums_k, sums_v = own_dk[:n_k].float(), own_dv[:n_k].float()
-            for h in range(q.shape[-2]):
-                qh, doh = own[0][rows, h].float(), own[3][rows, h].float()
-                kh, vh = own[1][keys, h // group].float(), own[2][keys, h // group].float()
-                coords = reference.ScoreCoords(
-                    *(torch.tensor(x).view(1, 1, 1, 1) for x in (b, h)),
-                    torch.arange(n_q).view(1, 1, -1, 1),
-                    torch.arange(n_k).view(1, 1, 1, -1),
-                    q.shape[-2],
-                    n_q,
-                    n_k,
-                    seqlens.max_seqlen_q,
-                    seqlens.max_seqlen_k,
-                    traits.top_left,
-                )
-                raw = (scale * qh @ kh.T)[None, None].requires_grad_()
-                with torch.enable_grad():
-                    features = reference.Features(traits.mask)
-                    scores = reference.modify_scores(raw, coords, features, inputs)
-                at = (h,) if varlen else (b, h)
-                lse = lse_log2[at][first : first + n_q, None] / math.log2(math.e)
-                p = torch.exp(scores.detach()[0, 0] - lse)
-                keep = 1.0
-                if traits.dropout:
-                    keep = reference.DROPOUT_KEEP[traits.dropout](coords, 1 - 1 / rescale, state)[0, 0]
-                ds = p * (keep * (doh @ vh.T) + minus_d[at][first : first + n_q, None])
-                if traits.bias_grad:
-                    grad = bias[1]
-                    if bias[2] and bias[0].dtype != torch.float32:
-                        grad = grad.view(torch.float32)
-                    for i in range(n_q):
-                        if bias[2]:
-                            grad[b, h, i, :n_k] += rescale * ds[i]
-                        else:
-                            grad[b, h, i, :n_k] = (rescale * ds[i]).to(grad.dtype)
-                (ds,) = torch.autograd.grad(scores, raw, ds[None, None])
-                ds = ds[0, 0]
-                for part in range(parts):
-                    own_rows = slice(n_q * part // parts, n_q * (part + 1) // parts)
-                    own_ds, own_p = ds[own_rows], (p * keep)[own_rows]
-                    sums_k[:, h // heads * parts + part] += rescale * scale * own_ds.T @ qh[own_rows]
-                    sums_v[:, h // heads * parts + part] += rescale * own_p.T @ doh[own_rows]
-                if getattr(tile, "dq_direct", False):
-                    assert not varlen and (n_q <= tile.dq_rows if tile.dq_rows else n_k <= tile.tile_n)
-                    accumulators[b, rows, h] = (rescale * scale * ds @ kh).to(accumulators.dtype)
-                    continue
-                for block in range(-(-n_k // tile.tile_n)):
-                    part = slice(block * tile.tile_n, (block + 1) * tile.tile_n)
-                    accumulator = accumulators.view(-1)[block % num_splits * split_stride :]
-                    accumulator = accumulator[: accumulators[0].numel()].view(accumulators.shape[1:])
-                    target = accumulator[at][first * width : (first + n_q) * width].view(n_q, width)
-                    target[:, : traits.head_dim] += ds[:, part] @ kh[part]
-            own_dk[:n_k], own_dv[:n_k] = sums_k.to(dk.dtype), sums_v.to(dv.dtype)
+        for b, (rows, _), (keys, all_keys), first in backward_workspace.sequences(traits, tile, seqlens, q):
 
-    @classmethod
-    def convert(cls, traits, tile, given):
-        width, dq = padded(traits.head_dim), given.mDQ
-        for b, (rows, all_rows), _, first in cls.sequences(traits, tile, given.seqlens, dq):
-            (dq if traits.varlen else dq[b])[all_rows] = 0
-            n = rows.stop - rows.start
-            at = (slice(None),) if traits.varlen else (b,)
-            total = sum(
-                a[at][:, first * width : (first + n) * width].view(dq.shape[-2], n, width)
-                for a in given.mDQaccum
-            )
-            (dq if traits.varlen else dq[b])[rows] = (
-                (given.scale * total[..., : traits.head_dim]).transpose(0, 1).to(dq.dtype)
-            )
+            def own(x, b=b):
+                return x if traits.varlen else x[b]
+
+            n_q, n_k = rows.stop - rows.start, keys.stop - keys.start
+            own_q, own_do = own(q)[rows].float(), own(do)[rows].float()
+            own_k, own_v = (own(x)[keys].float().repeat_interleave(group, 1) for x in (k, v))
+            longest = (seqlens.max_seqlen_q, seqlens.max_seqlen_k)
+            at = (b, torch.arange(heads), torch.arange(n_q), torch.arange(n_k))
+            coords = score_coords(at, heads, (n_q, n_k), longest, top_left=traits.top_left)
+            raw = scale * torch.einsum("qhd,khd->hqk", own_q, own_k)[None].requires_grad_()
+            with torch.enable_grad():
+                scores = reference.modify_scores(raw, coords, reference.Features(traits.mask), inputs)
+            lse = own(given.mLSElog2)[:, first : first + n_q, None] / math.log2(math.e)
+            p, keep = torch.exp(scores.detach()[0] - lse), torch.ones(())
+            if traits.dropout:
+                keep = reference.DROPOUT_KEEP[traits.dropout](coords, 1 - 1 / rescale, state)[0]
+            dp = keep * torch.einsum("qhd,khd->hqk", own_do, own_v)
+            ds = p * (dp + own(given.mMinusD)[:, first : first + n_q, None])
+            if traits.bias_grad:
+                if bias[2]:  # several scores may have one element
+                    target = bias[1].view(torch.float32)[b, :, :n_q, :n_k]
+                    target = target[tuple(slice(None if step else 1) for step in target.stride())]
+                    target += (rescale * ds).sum_to_size(target.shape)
+                else:
+                    bias[1][b, :, :n_q, :n_k] = (rescale * ds).to(bias[1].dtype)
+            ds = torch.autograd.grad(scores, raw, ds[None])[0][0]
+            for target, weights, x in ((dk, scale * ds, own_q), (dv, p * keep, own_do)):
+                of_one = heads * parts // target.shape[-2]
+                cuts = [slice(n_q * i // parts, n_q * (i + 1) // parts) for i in range(parts)]
+                sums = [torch.einsum("hqk,qhd->khd", weights[:, cut], x[cut]) for cut in cuts]
+                sums = torch.stack(sums, 2).reshape(n_k, target.shape[-2], of_one, x.shape[-1]).sum(2)
+                own(target)[all_keys] = 0
+                own(target)[keys] = (rescale * sums).to(target.dtype)
+            if getattr(tile, "dq_direct", False):
+                assert not traits.varlen and (n_q <= tile.dq_rows if tile.dq_rows else n_k <= tile.tile_n)
+                dq = rescale * scale * torch.einsum("hqk,khd->qhd", ds, own_k)
+                given.mDQaccum[b, rows] = dq.to(given.mDQaccum.dtype)
+                continue
+            for block in range(-(-n_k // tile.tile_n)):
+                part = slice(block * tile.tile_n, (block + 1) * tile.tile_n)
+                accumulator = given.mDQaccum.view(-1)[block % num_splits * split_stride :]
+                accumulator = own(accumulator[: given.mDQaccum[0].numel()].view(given.mDQaccum.shape[1:]))
+                target = accumulator[:, first * width : (first + n_q) * width].unflatten(1, (n_q, width))
+                target[..., : traits.head_dim] += torch.einsum("hqk,khd->hqd", ds[..., part], own_k[part])
 
 
 @pytest.fixture
@@ -284,6 +222,16 @@ def expected_gradients(problem, inputs, grads):
     return torch.autograd.grad(starts, wanted, weights, materialize_grads=True)
 
 
+NEEDED = (True, True, True, False, False)
+
+
+def prepared(case, changes=None, **options):
+    """A call of a case, and what its backward gets: gradients of out and of LSE, none, and both results."""
+    call = the_call(case.build("cpu"), **options)._replace(**(changes or {}))
+    out, lse, _ = operators.forward_cpu(call)
+    return call, (torch.randn(out.shape).to(BF16), None, out, lse)
+
+
 @pytest.mark.parametrize(
     ("lse_only", "deterministic"), [(False, False), (False, True), (True, False)], ids=["out", "both", "lse"]
 )
@@ -324,10 +272,8 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
 
 
 def test_queries_of_few_keys_are_divided(torch_kernels):
-    problem = CASES["few-keys-many-queries"].build("cpu")
-    call = the_call(problem)
-    out, lse, _ = operators.forward_cpu(call)
-    gradients(call, torch.randn(out.shape).to(BF16), None, out, lse, (True, True, True, False, False))
+    call, outer = prepared(CASES["few-keys-many-queries"])
+    gradients(call, *outer, NEEDED)
     (given,) = (given for traits, _, given in torch_kernels.launched if traits.op == "backward")
     assert given.mDK.shape[-2] == 3, "three multiprocessors, one head"
     assert given.mDQaccum.dtype == BF16 and "backward_convert" not in {
@@ -355,7 +301,7 @@ def test_a_tile_that_stores_dq_is_named(torch_kernels, name, tile, accepted):
         ValueError, match=r"^backward_tile has dq_direct=true, dq_rows=\d+; accepted: true for"
     )
     with contextlib.nullcontext() if accepted else refusal:
-        gradients(call, *outer, (True, True, True, False, False))
+        gradients(call, *outer, NEEDED)
         assert [t.dq_direct for traits, t, _ in torch_kernels.launched if traits.op == "backward"] == [True]
 
 
@@ -387,19 +333,14 @@ def shifted(x, elements):
     return torch.empty(x.numel() + elements, dtype=x.dtype)[elements:].view(x.shape).copy_(x)
 
 
-NEEDED = (True, True, True, False, False)
-
-
 def test_tensors_are_padded_only_where_they_have_to_be(torch_kernels):
     """Calls of the same metadata whose tensors start elsewhere have plans of their own."""
-    call = the_call(SMALL.build("cpu"))
-    out, lse, _ = operators.forward_cpu(call)
-    grad_out = torch.randn(out.shape).to(BF16)
-    right = gradients(call, grad_out, None, out, lse, NEEDED)
+    call, outer = prepared(SMALL)
+    right = gradients(call, *outer, NEEDED)
     for names in (("q",), ("k", "v"), ("q", "k", "v"), ("v",)) * 2:
         moved = call._replace(**{name: shifted(getattr(call, name), 1) for name in names})
         torch_kernels.launched.clear()
-        found = gradients(moved, grad_out, None, out, lse, NEEDED)
+        found = gradients(moved, *outer, NEEDED)
         assert all(map(torch.equal, found[:3], right[:3]))
         ops = [traits.op for traits, _, _ in torch_kernels.launched]
         assert ops == ["backward_pad", "backward_preprocess", "backward", "backward_convert"]
@@ -426,14 +367,12 @@ def test_a_sink_whose_exponential_is_infinite(torch_kernels, name):
 def test_given_gradients_of_padded_calls(torch_kernels, odd, scale):
     """Kernels write those that they can; of others the padding's inverse writes every element."""
     problem = replace(SMALL, head_dim=43, head_dim_v=21) if odd else SMALL
-    call = the_call(problem.build("cpu"))
-    call = call._replace(q=shifted(call.q, 3), softmax_scale=scale)
-    out, lse, _ = operators.forward_cpu(call)
-    grad_out = torch.randn(out.shape).to(BF16)
-    right = gradients(call, grad_out, None, out, lse, NEEDED)
+    call, outer = prepared(problem, {"softmax_scale": scale})
+    call = call._replace(q=shifted(call.q, 3))
+    right = gradients(call, *outer, NEEDED)
     strided = call.v.new_empty((*call.v.shape, 2))[..., 1]
     into = (shifted(call.q, 1), torch.empty_like(call.k), strided, None, None)
-    found = gradients(call, grad_out, None, out, lse, NEEDED, into)
+    found = gradients(call, *outer, NEEDED, into)
     assert all(x is own for x, own in zip(found[:3], into, strict=False))
     assert all(map(torch.equal, found[:3], right[:3]))
     traits, _, unpad = torch_kernels.launched[-1]
@@ -444,12 +383,10 @@ def test_given_gradients_of_padded_calls(torch_kernels, odd, scale):
 def test_packed_gradients_of_padded_calls(torch_kernels):
     qkv = torch.randn(2, 21, 3, 4, 43).to(BF16)
     q, k, v = qkv.unbind(2)
-    call = the_call(replace(SMALL, head_dim=43, head_dim_v=43, seqlen_k=21, nheads_kv=4).build("cpu"))
-    call = call._replace(q=q, k=k, v=v)
-    out, lse, _ = operators.forward_cpu(call)
-    grad_out = torch.randn(out.shape).to(BF16)
-    right = gradients(call, grad_out, None, out, lse, NEEDED)
-    found = gradients(call, grad_out, None, out, lse, NEEDED, backward.NOTHING)[:3]
+    case = replace(SMALL, head_dim=43, head_dim_v=43, seqlen_k=21, nheads_kv=4)
+    call, outer = prepared(case, {"q": q, "k": k, "v": v})
+    right = gradients(call, *outer, NEEDED)
+    found = gradients(call, *outer, NEEDED, backward.NOTHING)[:3]
     assert all(map(torch.equal, found, right[:3]))
     assert len({x.untyped_storage().data_ptr() for x in found}) == 1
     assert all(x.stride() == q.stride() for x in found)
@@ -457,10 +394,9 @@ def test_packed_gradients_of_padded_calls(torch_kernels):
 
 def test_more_rows_than_are_counted_are_refused(torch_kernels, monkeypatch):
     monkeypatch.setattr("cute_attn.host.padding.MAX_ROWS", 2 * 21 * 4 - 1)
-    call = the_call(replace(SMALL, head_dim=43).build("cpu"))
-    out, lse, _ = operators.forward_cpu(call)
+    call, outer = prepared(replace(SMALL, head_dim=43))
     with pytest.raises(ValueError, match="q has rows of heads, 168 in all; accepted on CUDA: up to 167"):
-        gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
+        gradients(call, *outer, NEEDED)
 
 
 FP32 = replace(SMALL, dtype="fp32")
@@ -498,13 +434,11 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
 @pytest.mark.parametrize("precision", ["", "tf32"])
 def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, precision):
     """Those of many operations are in terms, unless they have too many rows, which a named tile does not change."""
-    call = the_call(FP32.build("cpu"))._replace(precision=precision, kernel="sm80")
-    out, lse, _ = operators.forward_cpu(call)
-    grad_out = torch.rand(out.shape)
+    call, (grad_out, *outer) = prepared(FP32, {"precision": precision, "kernel": "sm80"})
 
     def operands(call):
         machine.forget_plans(monkeypatch)
-        found = backward.plan_of(call, (grad_out, None, out, lse), NEEDED)
+        found = backward.plan_of(call, (grad_out.float(), *outer), NEEDED)
         return found.kernel.tile.operands, found.division.split is not None, "fallback" in found.functions
 
     assert operands(call) == ("whole", False, False)
@@ -519,9 +453,8 @@ def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, pre
 @pytest.mark.parametrize("name", ["sinks-dropout", "sinks-varlen-seqused", "sinks-no-keys", "bias"])
 def test_gradients_are_written_into_given_tensors(torch_kernels, name):
     case = CASES[name]
-    call = the_call(case.build("cpu"))
-    out, lse, _ = operators.forward_cpu(call)
-    grad_out, grad_lse = torch.randn(out.shape).to(BF16), torch.randn(lse.shape)
+    call, (grad_out, _, out, lse) = prepared(case)
+    grad_lse = torch.randn(lse.shape)
     needed = (True, True, True, case.bias != "", case.sinks != "")
     expected = gradients(call, grad_out, grad_lse, out, lse, needed)
     into = tuple(None if x is None else torch.full_like(x, math.nan) for x in expected)
@@ -548,17 +481,14 @@ def test_gradients_have_memory_of_their_own(torch_kernels, name):
 
 
 def test_only_needed_gradients_are_computed(torch_kernels):
-    problem = CASES["bias"].build("cpu")
-    call = the_call(problem)
-    out, lse, _ = operators.forward_cpu(call)
-    grad = torch.randn(out.shape).to(BF16)
+    call, outer = prepared(CASES["bias"])
     for needed in (
         (False, True, False, False, False),
         (False, False, False, True, False),
         (True, *4 * [False]),
     ):
         torch_kernels.built.clear()
-        found = gradients(call, grad, None, out, lse, needed)
+        found = gradients(call, *outer, needed)
         assert tuple(x is not None for x in found) == needed
         names = [traits.name for traits, _ in torch_kernels.built]
         assert any(name.startswith("backward_convert") for name in names) == needed[0]
@@ -566,9 +496,7 @@ def test_only_needed_gradients_are_computed(torch_kernels):
 
 
 def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
-    call = the_call(SMALL.build("cpu"))
-    out, lse, _ = operators.forward_cpu(call)
-    dense = torch.randn(out.shape).to(BF16)
+    call, (dense, _, out, lse) = prepared(SMALL)
     storage = torch.empty(out.numel() + 1, dtype=BF16)
     grads = {
         "transposed": dense.transpose(1, 2).contiguous().transpose(1, 2),
@@ -587,23 +515,20 @@ def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
 
 
 def test_the_second_call_reuses_the_plan(torch_kernels):
-    call = the_call(SMALL.build("cpu"))
-    out, lse, _ = operators.forward_cpu(call)
+    call, outer = prepared(SMALL)
     for n in (1, 2):
-        gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
+        gradients(call, *outer, NEEDED)
         assert len(torch_kernels.built) == 3 and len(torch_kernels.launched) == 3 * n
-    gradients(call, torch.ones_like(out), torch.zeros_like(lse), out, lse, NEEDED)
+    gradients(call, outer[0], torch.zeros_like(outer[3]), *outer[2:], NEEDED)
     assert len(torch_kernels.built) == 6
     with torch_deterministic():
-        gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
+        gradients(call, *outer, NEEDED)
     assert len(torch_kernels.built) == 9
     assert any(getattr(built[1], "dq_in_order", False) for built in torch_kernels.built[6:])
 
 
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):
-    call = the_call(replace(SMALL, layout="padded").build("cpu"))
-    out, lse, _ = operators.forward_cpu(call)
-    grad = torch.randn(out.shape).to(BF16)
+    call, (grad, _, out, lse) = prepared(replace(SMALL, layout="padded"))
     first = gradients(call, grad, None, out, lse, NEEDED)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
     for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
@@ -622,17 +547,16 @@ def torch_deterministic():
 
 
 def test_the_callers_kernel_and_tile_are_used(torch_kernels):
-    call = the_call(SMALL.build("cpu"), kernel="sm80", backward_tile="tile_n=128")
-    out, lse, _ = operators.forward_cpu(call)
-    gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
+    call, outer = prepared(SMALL, kernel="sm80", backward_tile="tile_n=128")
+    gradients(call, *outer, NEEDED)
     assert {traits.arch for traits, _ in torch_kernels.built} == {"sm80"}
     assert torch_kernels.built[0][1].tile_n == 128
     with pytest.raises(ValueError, match=r"tile has 'rows=3'; accepted: FIELD=VALUE"):
         wrong = call._replace(backward_tile="rows=3")
-        gradients(wrong, torch.ones_like(out), None, out, lse, NEEDED)
+        gradients(wrong, *outer, NEEDED)
     with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory"):
         wrong = call._replace(backward_tile="tile_n=8192")
-        gradients(wrong, torch.ones_like(out), None, out, lse, NEEDED)
+        gradients(wrong, *outer, NEEDED)
 
 
 def test_variants(torch_kernels, monkeypatch):
@@ -642,27 +566,24 @@ def test_variants(torch_kernels, monkeypatch):
 
     monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
     registry.register(type("Mine", (ForwardSm80,), {}), variant="mine")
-    call = the_call(SMALL.build("cpu"), kernel="sm80:mine")
-    out, lse, _ = operators.forward_cpu(call)
-    arguments = (torch.ones_like(out), None, out, lse, NEEDED)
-    first = gradients(call, *arguments)
+    call, outer = prepared(SMALL, kernel="sm80:mine")
+    first = gradients(call, *outer, NEEDED)
     assert [traits.variant for traits, _ in torch_kernels.built] == ["", "", ""]
     registry.register(type("Mine", (BackwardSm80,), {}), variant="mine", op="backward")
-    second = gradients(call, *arguments)
+    second = gradients(call, *outer, NEEDED)
     assert [traits.variant for traits, _ in torch_kernels.built[3:]] == ["mine", "", ""]
     assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
 
 
 def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
     """A varlen sequence has at most all rows, whatever max_seqlen says."""
-    call = the_call(CASES["varlen"].build("cpu"))
-    out, lse, _ = operators.forward_cpu(call)
+    call, outer = prepared(CASES["varlen"])
     rows = call.q.shape[0], call.k.shape[0]
     for deterministic in (False, True):
         stated = call._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, deterministic=deterministic)
-        found = gradients(stated, torch.ones_like(out), None, out, lse, NEEDED)
+        found = gradients(stated, *outer, NEEDED)
         honest = call._replace(deterministic=deterministic)
-        right = gradients(honest, torch.ones_like(out), None, out, lse, NEEDED)
+        right = gradients(honest, *outer, NEEDED)
         for x, y in zip(found[:3], right[:3], strict=True):  # heads may be split otherwise
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
         given = [given for *_, given in torch_kernels.launched[-6:-3]]
@@ -672,9 +593,8 @@ def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
 
 def test_no_sequences_have_gradients_of_zeros(torch_kernels):
     none = torch.zeros(1, dtype=torch.int32)
-    call = the_call(VARLEN.build("cpu"))._replace(cu_seqlens_q=none, cu_seqlens_k=none)
-    out, lse, _ = operators.forward_cpu(call)
-    found = gradients(call, torch.ones_like(out), None, out, lse, NEEDED)
+    call, outer = prepared(VARLEN, {"cu_seqlens_q": none, "cu_seqlens_k": none})
+    found = gradients(call, *outer, NEEDED)
     assert not torch_kernels.launched
     assert all(torch.equal(a, torch.zeros_like(b)) for a, b in zip(found, call[:3], strict=False))
 
@@ -721,8 +641,7 @@ def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
 
 
 def test_wrong_shapes_are_refused(torch_kernels):
-    call = the_call(SMALL.build("cpu"))
-    out, lse, _ = operators.forward_cpu(call)
+    call, (_, _, out, lse) = prepared(SMALL)
     with pytest.raises(ValueError, match=r"grad_out has shape \(2, 21, 4, 8\); accepted: \(2, 21, 4, 24\)"):
         gradients(call, out[..., :8], None, out, lse, NEEDED)
     with pytest.raises(TypeError, match=r"grad_out has dtype torch.float32; accepted: torch.bfloat16"):

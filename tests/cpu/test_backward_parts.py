@@ -1,9 +1,9 @@
 """The backward's workspace, preprocess and convert: the kernels' own steps, every thread, compiled for the CPU."""
 
 import dataclasses
-import functools
 import itertools
 import math
+from types import SimpleNamespace
 
 import cutlass
 import pytest
@@ -33,16 +33,10 @@ from cute_attn.outputs.accumulate import add_fragment, load_fragment, stage_frag
 from cute_attn.tiles import BackwardPreprocessTile, BackwardSm80Tile, BackwardSm90Tile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import QueryTile
+from tests import backward_workspace
+from tests.tensors import int32, run
 
-ARCH = {"sm80": cute.GPUArch("sm_80"), "sm90": cute.GPUArch("sm_90a")}
-
-
-def on_cpu(tensor: torch.Tensor | None):
-    """A dynamic layout as the kernels' fake arguments have it: last dimension contiguous, rows 16-byte aligned."""
-    if tensor is None:
-        return None
-    given = from_dlpack(tensor, assumed_align=16 if tensor.dtype != torch.int32 else 4)
-    return given.mark_layout_dynamic(leading_dim=tensor.ndim - 1)
+ARCH = {"sm80": "sm_80", "sm90": "sm_90a"}
 
 
 # ---- rows of the workspace ----
@@ -55,18 +49,11 @@ def first_rows(cu_seqlens: cute.Tensor, out: cute.Tensor, tile_m: Constexpr):
         out[batch] = padded_row0(seqlens, SeqlenInfo.read(seqlens, batch), batch, tile_m)
 
 
-@functools.cache
-def compiled_first_rows(tile_m: int):
-    lengths = on_cpu(torch.zeros(2, dtype=torch.int32))
-    return cute.compile(first_rows, lengths, on_cpu(torch.zeros(1, dtype=torch.int32)), tile_m)
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from((16, 64, 80, 128)), st.lists(st.integers(0, 300), min_size=1, max_size=12))
 def test_padded_sequences_share_no_block_and_fit(tile_m, lengths):
-    cumulative = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     starts = torch.full((len(lengths),), -1, dtype=torch.int32)
-    compiled_first_rows(tile_m)(on_cpu(cumulative), on_cpu(starts))
+    run(first_rows, int32(0, *itertools.accumulate(lengths)), starts, constants=(tile_m,))
     end = 0
     for start, length in zip(starts.tolist(), lengths, strict=True):
         assert start % tile_m == 0 and start >= end
@@ -82,20 +69,14 @@ def sequences_of_blocks(cu_seqlens: cute.Tensor, blocks: cute.Tensor, starts: cu
         starts[batch] = first_block(cu_seqlens, batch, tile)
 
 
-@functools.cache
-def compiled_sequences_of_blocks(tile: int):
-    lengths = on_cpu(torch.zeros(2, dtype=torch.int32))
-    return cute.compile(sequences_of_blocks, lengths, lengths, lengths, tile)
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from((64, 80)), st.integers(0, 300), st.lists(st.integers(0, 300), min_size=1, max_size=12))
 def test_blocks_find_their_sequences(tile, first, lengths):
     """Blocks beyond a sequence's last one belong to that sequence."""
-    ends = torch.tensor([*itertools.accumulate(lengths, initial=first)], dtype=torch.int32)
+    ends = int32(*itertools.accumulate(lengths, initial=first))
     found = torch.full((int(ends[-1]) // tile + len(lengths),), -1, dtype=torch.int32)
     starts = torch.full((len(lengths),), -1, dtype=torch.int32)
-    compiled_sequences_of_blocks(tile)(*map(on_cpu, (ends, found, starts)))
+    run(sequences_of_blocks, ends, found, starts, constants=(tile,))
     bounds = [*starts.tolist(), len(found)]
     for b, length in enumerate(lengths):
         assert bounds[b + 1] - bounds[b] >= -(-length // tile)
@@ -151,8 +132,7 @@ def test_fragments_are_stored_as_documented_and_load_back(name):
     size = m * n // tile.mma_threads
     assert dq.block_floats(traits, tile) == m * n * tile.dq_passes == tile.tile_m * padded(head_dim)
     memory, values, matrix = torch.zeros(m * n), torch.zeros(tile.mma_threads, size), torch.zeros(m, n)
-    given = [from_dlpack(x, assumed_align=16) for x in (memory, values, matrix)]
-    cute.compile[ARCH[arch]](add_and_load, *given, traits, tile)(*given)
+    run(add_and_load, memory, values, matrix, constants=(traits, tile), arch=ARCH[arch])
 
     elements = torch.arange(m * n, dtype=torch.float32)
     assert torch.equal(memory.sort().values, 2 * elements)  # every element once
@@ -181,8 +161,7 @@ def test_staged_and_added_fragments_have_the_same_layout(name):
     arch, head_dim, tile = ORDERS[name]
     traits = Traits("backward", arch, "fp16", head_dim)
     added, staged = (torch.zeros(math.prod(dq.accumulator_shape(traits, tile))) for _ in range(2))
-    given = [from_dlpack(x, assumed_align=16) for x in (added, staged)]
-    cute.compile[ARCH[arch]](add_and_stage, *given, traits, tile)(*given)
+    run(add_and_stage, added, staged, constants=(traits, tile), arch=ARCH[arch])
     assert torch.equal(added, staged)
     assert torch.equal(added.sort().values, torch.arange(added.numel(), dtype=torch.float32))
 
@@ -212,7 +191,7 @@ def preprocess(
     cu_seqlens: cute.Tensor | None,
     seqused: cute.Tensor | None,
     sizes: cute.Tensor,
-    keep_prob: Float32,
+    keep_prob: cute.Tensor,
     kernel: Constexpr,
 ):
     """Every CTA and thread of the kernel, one after the other; shared memory replaces the shuffles."""
@@ -241,7 +220,7 @@ def preprocess(
                     if cutlass.const_expr(mDLSE is not None):
                         dlse = kernel.load_number(mDLSE, query_rows, thread)
                     exists = row0 + thread < query_rows.info.seqlen_q
-                    out = kernel.statistics(exists, sums[thread], lse, dlse, keep_prob)
+                    out = kernel.statistics(exists, sums[thread], lse, dlse, keep_prob[0])
                     for workspace, number in zip((mLSElog2, mMinusD), out, strict=True):
                         rows = workspace_rows(workspace, batch, head, query_rows.padded0, 1, traits.varlen)
                         rows[thread] = number
@@ -276,9 +255,8 @@ CASES = {
 def test_preprocess_on_every_thread(name):
     torch.manual_seed(0)
     case, heads, keep = CASES[name], 2, 0.75
-    d, dv, m = padded(case.head_dim), case.head_dim_v, case.tile.tile_m
-    batch, longest, total = len(case.lengths), max(case.lengths), sum(case.lengths)
-    used = case.used or case.lengths
+    dv, m, batch = case.head_dim_v, case.tile.tile_m, len(case.lengths)
+    longest, total = max(case.lengths), sum(case.lengths)
     features = {"varlen": case.varlen, "seqused_q": case.used is not None, "lse_grad": case.lse_grad}
     traits = Traits("backward_preprocess", "sm80", "fp16", case.head_dim, dv, **features)
     assert case.tile.reject(traits, "sm80") is None
@@ -288,53 +266,26 @@ def test_preprocess_on_every_thread(name):
     lse = torch.randn(*plane, tokens[-1])
     lse[..., 3::7], lse[..., 5::11] = -math.inf, math.inf
     dlse = torch.randn(*plane, tokens[-1]) if case.lse_grad else None
-    starts = [0, *itertools.accumulate(case.lengths)]
-    if case.varlen:
-        firsts = [(starts[b] // m + b) * m for b in range(batch)]
-        rows = (total // m + batch) * m
-    else:
-        firsts, rows = [0] * batch, -(-longest // m) * m
-    outputs = [torch.full((*plane, rows), math.nan) for _ in range(2)]
-    accumulators = torch.full((case.accumulators, *plane, rows * d), math.nan)
+    rows = (total // m + batch if case.varlen else -(-longest // m)) * m
+    shapes = {"mLSElog2": (*plane, rows), "mMinusD": (*plane, rows)}
+    shapes["mDQaccum"] = (case.accumulators, *plane, rows * padded(case.head_dim))
+    found, expected = ({x: torch.full(shape, math.nan) for x, shape in shapes.items()} for _ in range(2))
+    starts = int32(0, *itertools.accumulate(case.lengths)) if case.varlen else None
+    used = int32(*case.used) if case.used else None
 
-    expected = [torch.full_like(x, math.nan) for x in outputs]
-    cleared = torch.full((case.accumulators, *plane, rows, d), math.nan)
-    for b in range(batch):
-        n, first = min(used[b], case.lengths[b]), firsts[b]
-        end = first + -(-n // m) * m
-        here = (slice(starts[b], starts[b] + n),) if case.varlen else (b, slice(0, n))
-        numbers = (slice(None), *here) if case.varlen else (b, slice(None), slice(0, n))
-        products = (do[here].float() * o[here].float()).sum(-1).T
-        minus_d = (dlse[numbers] if dlse is not None else 0.0) - products
-        seen = lse[numbers].isfinite()
-        found = [
-            torch.where(seen, lse[numbers] * math.log2(math.e), math.inf),
-            torch.where(seen, minus_d * keep, 0.0),
-        ]
-        for target, value, nothing in zip(expected, found, (math.inf, 0.0), strict=True):
-            sequence_rows = target if case.varlen else target[b]
-            sequence_rows[:, first:end] = nothing
-            sequence_rows[:, first : first + n] = value
-        (cleared if case.varlen else cleared[:, b])[:, :, first:end] = 0.0
-
-    lengths = (
-        on_cpu(torch.tensor(starts, dtype=torch.int32)) if case.varlen else None,
-        on_cpu(torch.tensor(case.used, dtype=torch.int32)) if case.used else None,
-    )
-    sizes = on_cpu(torch.tensor([batch, heads, longest], dtype=torch.int32))
-    tensors = [on_cpu(x) for x in (do, o, lse, dlse, *outputs, accumulators, torch.zeros(case.tile.rows))]
     kernel = BackwardPreprocess(traits, case.tile)
-    cute.compile(preprocess, *tensors, *lengths, sizes, Float32(keep), kernel)(
-        *tensors, *lengths, sizes, keep
-    )
-
-    for got, want in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(accumulators, cleared.view_as(accumulators), rtol=0, atol=0, equal_nan=True)
+    tensors = (do, o, lse, dlse, *found.values(), torch.zeros(case.tile.rows), starts, used)
+    run(preprocess, *tensors, int32(batch, heads, longest), torch.tensor([keep]), constants=(kernel,))
+    seqlens = Seqlens(starts, starts, used, None, longest, longest)
+    inputs = {"mDO": do, "mO": o, "mLSE": lse, "mDLSE": dlse, "seqlens": seqlens, "keep_prob": keep}
+    backward_workspace.preprocess(traits, case.tile, SimpleNamespace(**inputs, **expected))
+    for x in shapes:
+        rtol = 0 if x == "mDQaccum" else 1e-5
+        torch.testing.assert_close(found[x], expected[x], rtol=rtol, atol=rtol, equal_nan=True)
 
 
 @cute.jit
-def zero_out_of_bounds_rows(gradient: cute.Tensor, ends: cute.Tensor, blocks: Int32, kernel: Constexpr):
+def zero_out_of_bounds_rows(gradient: cute.Tensor, ends: cute.Tensor, blocks: Constexpr, kernel: Constexpr):
     for block in cutlass.range(blocks, unroll=1):
         for thread in cutlass.range(kernel.tile.num_threads, unroll=1):
             kernel.zero_out_of_bounds_rows(gradient, ends, block, blocks, thread)
@@ -344,8 +295,7 @@ def zero_out_of_bounds_rows(gradient: cute.Tensor, ends: cute.Tensor, blocks: In
 def test_only_out_of_bounds_rows_become_zero(ends):
     gradient = torch.full((9, 3, 24), math.nan).half()
     kernel = BackwardPreprocess(Traits("backward_preprocess", "sm80", "fp16", 24, varlen=True), T(16, 4, 32))
-    given = (on_cpu(gradient), on_cpu(torch.tensor(ends, dtype=torch.int32)))
-    cute.compile(zero_out_of_bounds_rows, *given, Int32(4), kernel)(*given, 4)
+    run(zero_out_of_bounds_rows, gradient, int32(*ends), constants=(4, kernel))
     owned = gradient[ends[0] : ends[-1]]
     assert owned.isnan().all() and (gradient == 0).sum() + owned.numel() == gradient.numel()
 
@@ -357,29 +307,6 @@ def test_a_preprocess_tile_for_every_main_kernel(head_dim, head_dim_v, tile_m):
     assert tile.tile_m == tile_m and tile.reject(traits, "sm86") is None
     assert tile.threads_per_row(traits) * tile.vectors(traits) * 8 >= traits.head_dim_v
     assert tile.passes(traits) * tile.rows_at_once(traits) >= tile.rows
-
-
-@pytest.mark.parametrize(
-    "tile, message",
-    [
-        (T(128, 64, 48), "num_threads is 48; accepted: multiples of 32 up to 1024"),
-        (T(40, 8, 64), "tile_m is 40; accepted: multiples of 16"),
-        (T(128, 48, 64), "rows is 48; accepted: divisors of tile_m, 128"),
-        (T(128, 2, 64), "rows is 2; accepted: divisors of tile_m"),
-        (T(128, 128, 64), "rows is 128; accepted: .* at most 64"),
-    ],
-)
-def test_a_preprocess_tile_that_cannot_work_is_refused(tile, message):
-    with pytest.raises(registry.Unsupported, match=message):
-        registry.lookup(Traits("backward_preprocess", "sm80", "bf16", 64), tile)
-
-
-def test_preprocess_and_convert_refuse_score_features():
-    for op in ("backward_preprocess", "backward_convert"):
-        with pytest.raises(
-            registry.Unsupported, match=f"uses no score features; accepted: {op}-sm80-bf16-d64$"
-        ):
-            registry.lookup(Traits(op, "sm80", "bf16", 64, mask="causal"))
 
 
 # ---- convert ----
@@ -404,7 +331,7 @@ def convert(
     cu_seqlens: cute.Tensor | None,
     seqused: cute.Tensor | None,
     sizes: cute.Tensor,
-    scale: Float32,
+    scale: cute.Tensor,
     kernel: Constexpr,
 ):
     """Every CTA and thread of the kernel, one step after the other."""
@@ -421,7 +348,7 @@ def convert(
             if row0 < info.seqlen_q:
                 for thread in cutlass.range(tile.mma_threads, unroll=1):
                     kernel.to_shared(
-                        kernel.load(mDQaccum, query_tile, padded0, 0, thread), s_dq, scale, thread
+                        kernel.load(mDQaccum, query_tile, padded0, 0, thread), s_dq, scale[0], thread
                     )
             rows = sequence(mDQ, batch, head, info.offset_q, varlen)
             for thread in cutlass.range(tile.mma_threads, unroll=1):
@@ -443,8 +370,7 @@ def elements_in_memory(traits: Traits, tile) -> tuple[torch.Tensor, torch.Tensor
     """(query, column) of every float of a query block's accumulator."""
     size, vector = dq.block_floats(traits, tile) // tile.mma_threads, tile.dq_vector
     order = torch.zeros(tile.mma_threads, size, dtype=torch.int32)
-    given = from_dlpack(order)
-    cute.compile[ARCH[traits.arch]](register_order, given, traits, tile)(given)
+    run(register_order, order, constants=(traits, tile), arch=ARCH[traits.arch])
     thread, i = torch.arange(tile.mma_threads).unsqueeze(1), torch.arange(size).unsqueeze(0)
     elements = torch.empty(order.numel(), dtype=torch.int32)
     position = thread // 32 * 32 * size + (i // vector * 32 + thread % 32) * vector + i % vector
@@ -471,39 +397,22 @@ def test_convert_on_every_thread(name):
     arch, head_dim, tile = ORDERS[order]
     traits = Traits("backward_convert", arch, "fp16", head_dim, varlen=varlen, seqused_q=used is not None)
     batch, longest, total, heads, scale, m = len(lengths), max(lengths), sum(lengths), 2, 0.375, tile.tile_m
-    starts = [0, *itertools.accumulate(lengths)]
     plane = (heads,) if varlen else (batch, heads)
     blocks = total // m + batch if varlen else -(-longest // m)
     accumulators = torch.randn(3, *plane, blocks, m, padded(head_dim))
     rows, cols = elements_in_memory(traits, tile)
     memory = accumulators[..., rows, cols].reshape(3, *plane, -1).contiguous()
     tokens = (total,) if varlen else (batch, longest)
-    out = torch.full((*tokens, heads, head_dim), math.nan).half()
+    out, expected = (torch.full((*tokens, heads, head_dim), math.nan).half() for _ in range(2))
+    starts = int32(0, *itertools.accumulate(lengths)) if varlen else None
+    used = int32(*used) if used else None
 
-    summed = (accumulators[0] + accumulators[1] + accumulators[2]) * scale
-    summed = summed.half().reshape(*plane, blocks * m, padded(head_dim))
-    summed = summed[..., :head_dim]
-    expected = torch.full_like(out, math.nan)
-    for b in range(batch):
-        n = min(used[b], lengths[b]) if used else lengths[b]
-        first = (starts[b] // m + b) * m if varlen else 0
-        if varlen:
-            expected[starts[b] : starts[b + 1]] = 0.0
-            expected[starts[b] : starts[b] + n] = summed[:, first : first + n].transpose(0, 1)
-        else:
-            expected[b] = 0.0 if used else math.nan
-            expected[b, :n] = summed[b, :, :n].transpose(0, 1)
-
-    given = [on_cpu(x) for x in (memory, out, torch.zeros(m * padded(head_dim)).half())]
-    ends = (
-        on_cpu(torch.tensor(starts, dtype=torch.int32)) if varlen else None,
-        on_cpu(torch.tensor(used, dtype=torch.int32)) if used else None,
-    )
-    sizes = on_cpu(torch.tensor([batch, heads, longest], dtype=torch.int32))
-    kernel = HostConvert(traits, tile)
-    cute.compile[ARCH[arch]](convert, *given, *ends, sizes, Float32(scale), kernel)(
-        *given, *ends, sizes, scale
-    )
+    given = (memory, out, torch.zeros(m * padded(head_dim)).half(), starts, used)
+    sizes, kernel = int32(batch, heads, longest), HostConvert(traits, tile)
+    run(convert, *given, sizes, torch.tensor([scale]), constants=(kernel,), arch=ARCH[arch])
+    arguments = {"mDQ": expected, "mDQaccum": accumulators.reshape(3, *plane, -1), "scale": scale}
+    seqlens = Seqlens(starts, starts, used, None, longest, longest)
+    backward_workspace.convert(traits, tile, SimpleNamespace(**arguments, seqlens=seqlens))
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -534,8 +443,7 @@ def test_stmatrix_stores_every_element_at_its_coordinates(name):
     kernel = BackwardConvert(Traits("backward_convert", arch, "fp16", head_dim), tile)
     size = dq.block_floats(kernel.traits, tile) // tile.mma_threads
     values, coordinates = (torch.full((tile.mma_threads, size), -1.0) for _ in range(2))
-    given = [from_dlpack(values), from_dlpack(coordinates)]
-    cute.compile[ARCH[arch]](stores, *given, kernel)(*given)
+    run(stores, values, coordinates, constants=(kernel,), arch=ARCH[arch])
 
     lane, value = torch.arange(32).unsqueeze(1), torch.arange(8).unsqueeze(0)
     matrix, pair = value // 2, 2 * (lane % 4) + value % 2

@@ -7,14 +7,14 @@ from dataclasses import replace
 import cutlass
 import numpy as np
 import pytest
-from cutlass import Int32, cute
+from cutlass import Constexpr, Int32, cute
 
 import layouts
 from cute_attn.compiler import compile, registry
 from cute_attn.kernels.backward_sm80.kernel import BackwardSm80
 from cute_attn.kernels.backward_sm80.products import columns_of
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
-from cute_attn.tiles import TARGETS, BackwardSm80Tile, padded
+from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 from layouts.host import run_on_host
 from tests.gpu import test_fp32_backward, test_head_dims_backward
@@ -70,7 +70,7 @@ def storage_at_zero(kernel):
 
 
 @cute.jit
-def write_reads(kernel: cutlass.Constexpr, name: cutlass.Constexpr, out: cute.Tensor):
+def write_reads(kernel: Constexpr, name: Constexpr, out: cute.Tensor):
     """out[thread, k, subtile, term] = addresses: the kernel's, unrolled and in a loop, and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = getattr(kernel.operands(storage_at_zero(kernel), thread), name)
@@ -130,9 +130,7 @@ def test_operands_are_read_at_the_layouts_addresses(name):
 
 
 @cute.jit
-def write_stores(
-    kernel: cutlass.Constexpr, name: cutlass.Constexpr, col0: cutlass.Constexpr, out: cute.Tensor
-):
+def write_stores(kernel: Constexpr, name: Constexpr, col0: Constexpr, out: cute.Tensor):
     """out[thread, r, c] = addresses of a pair: the kernel's and the layout's."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         storage = storage_at_zero(kernel)
@@ -214,15 +212,6 @@ def test_vector_reductions_are_for_sm90_alone():
     assert "dq_vector" in tile.reject(traits, "sm80")
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_head_dim_has_a_default_tile(target):
-    dims = range(32, 257, 32)
-    features = [{}, {"dropout": "flash"}, {"dropout": "flash", "softcap": True, "bias": "fp32"}]
-    for d, dv, more in itertools.product(dims, dims, features):
-        kernel = registry.lookup(Traits("backward", "sm80", "bf16", d, dv, **more), None, target)
-        assert kernel.tile.reject(kernel.traits, target) is None
-
-
 @pytest.mark.parametrize("v_in_regs", [False, True])
 def test_areas_overlap_only_where_memory_is_reused(v_in_regs):
     traits = Traits("backward", "sm80", "bf16", 96, 64)
@@ -248,20 +237,8 @@ def test_streamed_ctas_cover_all_columns(dtype, dims, chunk):
     assert BackwardSm80Tile().parts(traits) == 1
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_every_large_head_dim_has_a_default_tile(dtype, target):
-    dims = (*range(32, 577, 96), 512, 576)
-    for d, dv in itertools.product(dims, dims):
-        traits = Traits("backward", "sm80", dtype, d, dv)
-        kernel = registry.lookup(traits, None, target)
-        assert kernel.tile.reject(kernel.traits, target) is None
-
-
 @cute.jit
-def write_columns(
-    dtype: cutlass.Constexpr, shape: cutlass.Constexpr, parts: cutlass.Constexpr, out: cute.Tensor
-):
+def write_columns(dtype: Constexpr, shape: Constexpr, parts: Constexpr, out: cute.Tensor):
     """out[row, col] = addresses by the layout of all columns, and of the part that the column is in."""
     pointer = cute.make_ptr(dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
 
@@ -357,7 +334,7 @@ def test_one_term_takes_one_product_in_fp16_and_leaves_small_shared_memory_to_wh
 
 
 @cute.jit
-def write_rows(kernel: cutlass.Constexpr, out: cute.Tensor):
+def write_rows(kernel: Constexpr, out: cute.Tensor):
     """out[thread, element, M mode] = rows of the dQ accumulator."""
     mma, tile = kernel.mma_dq(), kernel.tile
     for thread in cutlass.range(cute.size(out.shape[0])):
@@ -378,11 +355,6 @@ def test_pieces_of_one_term_are_whole_modes_of_dq():
     for queries_at_once, text in ((16, "multiples of 32"), (32, None)):
         reason = replace(tile, queries_at_once=queries_at_once).reject(kernel.traits, "sm90")
         assert reason is None if text is None else text in reason
-
-
-def test_an_epilogue_without_a_derivative_is_declined():
-    assert BackwardSm80.supports(Traits("backward", "sm80", "bf16", 64)) is None
-    assert "forward" in BackwardSm80.supports(Traits("forward", "sm80", "bf16", 64))
 
 
 def test_steps_at_once_stay_in_swizzle_atoms():

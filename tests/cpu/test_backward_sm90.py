@@ -1,33 +1,21 @@
 """The Hopper backward without a GPU: its tiles, the order of its key blocks, and its builds."""
 
-import functools
-import itertools
-
 import cutlass
 import numpy as np
 import pytest
 import torch
-from cutlass import Constexpr, Int32, Int64, cute
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from cutlass import Int32, cute
 
 import layouts
 from cute_attn.compiler import compile
-from cute_attn.device.seqlen import Seqlens
 from cute_attn.device.wgmma import operand_layout
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.dq_order import accumulator_shape, mma_dq
 from cute_attn.tiles import SHARED_MEMORY_BYTES, padded
 from cute_attn.traits import Traits
 from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_tiles import L2_SECTION_BYTES, BackwardSchedule, KeyTileOrder
 from layouts.host import coordinate_table, offset_table
 from tests.tensors import dynamic
-
-FEATURES = (
-    *("", "-causal", "-window", "-softcap"),
-    *("-bias_fp32", "-causal-dropout", "-dropout_mem_efficient", "-varlen"),
-)
 
 
 def traits_of(rest):
@@ -35,18 +23,6 @@ def traits_of(rest):
 
 
 # ---- tiles ----
-
-
-def test_every_combination_has_a_tile():
-    dims = (8, 32, 40, 64, 72, 96, 104, 128, 136, 160, 192, 224, 256)
-    large = [
-        (d, dv) for d in (64, 256, 264, 320, 512, 576) for dv in (64, 256, 320, 384, 512) if max(d, dv) > 256
-    ]
-    pairs = [*itertools.product(dims, dims), *large]
-    for (d, dv), feature in itertools.product(pairs, FEATURES):
-        traits = traits_of(f"d{d}" + (f"x{dv}" if d != dv else "") + feature)
-        tile = BackwardSm90.default_tile(traits, "sm90")
-        assert tile.reject(traits, "sm90") is None, (traits, tile.reject(traits, "sm90"))
 
 
 @pytest.mark.parametrize(
@@ -78,40 +54,6 @@ def test_shared_memory_areas_follow_each_other_aligned(rest):
     assert end == tile.smem_bytes(traits) <= SHARED_MEMORY_BYTES["sm90"]
     columns = padded(traits.head_dim) // tile.cluster
     assert areas["q"][1] - areas["q"][0] == tile.num_stages_q * tile.tile_m * columns * 2
-
-
-@pytest.mark.parametrize(
-    ("rest", "text", "words"),
-    [
-        ("d64", "tile_n=192", "tile_n is 192"),
-        ("d64", "tile_m=96", "tile_m is 96"),
-        ("d64", "dq_transposed=true", "dq_transposed is true"),
-        ("d64", "num_stages_ds=3", "num_stages_ds is 3"),
-        ("d64", "num_stages_ds=1", "num_stages_ds is 1"),
-        ("d256", "dq_bulk=true", "dq_bulk is true"),
-        ("d64", "mask_warps=1", "mask_warps is 1"),
-        ("d64-dropout", "mask_warps=4", "mask_warps is 4"),
-        (
-            "d64-dropout",
-            "dq_bulk=true",
-            "mask_warps is 3; accepted: 0, or with flash's dropout and p_in_smem=false up to 1",
-        ),
-        ("d64-dropout_mem_efficient", "mask_warps=1", "mask_warps is 1"),
-        ("d256-dropout", "mask_warps=1", "mask_warps is 1"),
-        ("d128", "tile_m=128", "registers"),
-        ("d256", "num_stages_q=3", "shared memory"),
-        ("d224", "cluster=2", "cluster is 2; accepted: 1, or with padded head dims in multiples of 64"),
-        ("d256", "cluster=2", "cluster is 2; accepted: with scores_ahead"),
-        ("d64", "cluster=0", "cluster is 0; accepted: 1"),
-        ("d256", "scores_ahead=true,num_stages_q=1", "scores_ahead is true"),
-        ("d64", "scores_ahead=true", "scores_ahead is true"),
-        ("d256", "p_in_smem=false,tile_n=128", "registers"),
-    ],
-)
-def test_a_rejected_tile_names_the_reason(rest, text, words):
-    traits = traits_of(rest)
-    tile = BackwardSm90.default_tile(traits, "sm90").override(text)
-    assert words in (tile.reject(traits, "sm90") or "")
 
 
 def test_head_dims_that_a_cluster_cannot_divide_are_declined():
@@ -160,87 +102,7 @@ def test_dq_accumulator_is_the_wgmma_one(rest, text):
     assert (found[..., 0] == rows).all() and (found[..., 1] == columns).all()
 
 
-# ---- the order of key blocks ----
-
-
-@cute.jit
-def _write_order(order: KeyTileOrder, cu_seqlens: cute.Tensor | None, out: cute.Tensor):
-    out[0, 0] = order.blocks
-    for block in cutlass.range(cutlass.min(order.blocks, out.shape[0] - 1)):
-        first, head, batch = order.find(block, cu_seqlens)
-        out[block + 1, 0] = batch
-        out[block + 1, 1] = head
-        out[block + 1, 2] = first
-
-
-@cute.jit
-def _order(
-    mK: cute.Tensor,
-    cu_seqlens: cute.Tensor | None,
-    sizes: cute.Tensor,
-    out: cute.Tensor,
-    tile_n: Constexpr,
-    options: Constexpr,
-):
-    seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, Int32(0), sizes[0])
-    schedule = BackwardSchedule(sizes[1], Int64(0), sizes, sizes[3])
-    order = KeyTileOrder.make(seqlens, mK, schedule, Int64(sizes[2]), tile_n, *options)
-    _write_order(order, cu_seqlens, out)
-
-
-@functools.cache
-def _compiled_order(tile_n, options, varlen):
-    k, ends = torch.zeros((1,) * (3 if varlen else 4)), torch.zeros(2, dtype=torch.int32)
-    sizes, out = torch.zeros(4, dtype=torch.int32), torch.zeros((1, 3), dtype=torch.int32)
-    tensors = [dynamic(x) for x in (k, ends if varlen else None, sizes, out)]
-    return cute.compile(_order, *tensors, tile_n, options)
-
-
-def key_tiles(
-    k, splits, together, tile_n, longest_first, ends=None, longest=0, multiprocessors=10_000, in_order=False
-):
-    """[(batch, kv head, first key block)] of every CTA, with the dQ of ``together`` heads in L2."""
-    sizes = torch.tensor([longest, splits, L2_SECTION_BYTES // together, multiprocessors], dtype=torch.int32)
-    out = torch.full((5000, 3), -1, dtype=torch.int32)
-    tensors = [
-        dynamic(x) for x in (k, None if ends is None else torch.tensor(ends, dtype=torch.int32), sizes, out)
-    ]
-    _compiled_order(tile_n, (longest_first, in_order), ends is not None)(*tensors)
-    blocks = int(out[0, 0])
-    assert blocks < len(out)
-    return [tuple(x) for x in out[1 : blocks + 1].tolist()]
-
-
-@pytest.mark.parametrize("longest_first", [False, True])
-@pytest.mark.parametrize(
-    ("splits", "heads", "batch", "together"),
-    [(5, 3, 2, 4), (1, 1, 1, 1), (7, 2, 3, 100), (3, 4, 2, 2), (2, 5, 1, 1), (64, 2, 2, 8), (4, 16, 32, 128)],
-)
-def test_every_key_block_once_and_the_longest_first(splits, heads, batch, together, longest_first):
-    found = key_tiles(torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first)
-    assert sorted(found) == list(itertools.product(range(batch), range(heads), range(splits)))
-    ordered = key_tiles(
-        torch.empty(batch, splits * 64, heads, 1), splits, together, 64, longest_first, in_order=True
-    )
-    assert sorted(ordered) == sorted(found)
-    for plane in itertools.product(range(batch), range(heads)):
-        assert [first for *own, first in ordered if tuple(own) == plane] == [*range(splits)][::-1]
-    if longest_first:
-        sections = -(-batch * heads // together)
-        size = -(-batch * heads // sections) * splits  # sections are of equal size, except the last
-        for start in range(0, len(found), size):
-            firsts = [first for *_, first in found[start : start + size]]
-            assert firsts == sorted(firsts)
-    else:
-        assert found == sorted(found)
-
-
-def test_a_few_concurrent_ctas_read_the_same_queries():
-    """20 heads in sections of equal size, of at most a quarter of 24 multiprocessors, however small dQ is."""
-    found = key_tiles(torch.empty(2, 4 * 64, 10, 1), 4, 1000, 64, True, multiprocessors=24)
-    sections = [found[start : start + 5 * 4] for start in range(0, len(found), 5 * 4)]
-    assert [len({x[:2] for x in section}) for section in sections] == [5, 5, 5, 5]
-    assert all([x[2] for x in section] == sorted(x[2] for x in section) for section in sections)
+# ---- the order of query blocks ----
 
 
 @cute.jit
@@ -255,36 +117,6 @@ def test_staggered_ctas_visit_every_query_block_once(count, first):
     out = torch.full((count,), -1, dtype=torch.int32)
     cute.compile(_staggered, dynamic(out), Int32(0))(dynamic(out), first)
     assert out.tolist() == [(first + step) % count for step in range(count)]
-
-
-@settings(deadline=None, max_examples=80)
-@given(
-    st.lists(st.integers(0, 500), min_size=1, max_size=9),
-    st.integers(0, 300),
-    st.integers(0, 300),
-    st.integers(1, 3),
-    st.integers(1, 4),
-    st.booleans(),
-    st.sampled_from((1, 2, 8)),
-)
-def test_every_varlen_key_block_once(lengths, before, behind, heads, together, longest_first, splits):
-    """With 8 ``splits``, one CTA per key block, the grid does not grow with the longest sequence."""
-    ends = [*itertools.accumulate(lengths, initial=before)]
-    longest = max(1, *lengths)
-    k = torch.empty(ends[-1] + behind, heads, 1)
-    found = key_tiles(k, splits, together, 64, longest_first, ends, longest)
-    expected = {
-        (b, head, first)
-        for b, length in enumerate(lengths)
-        for head in range(heads)
-        for first in range(min(splits, -(-length // 64)))
-    }
-    real = [x for x in found if x in expected]
-    assert len(real) == len(expected) and set(real) == expected
-    assert all(x[2] * 64 >= lengths[x[0]] for x in found if x not in expected)
-    assert len(found) <= heads * len(lengths) * splits
-    if splits == 8:
-        assert len(found) <= heads * (len(k) // 64 + len(lengths))
 
 
 # ---- builds ----

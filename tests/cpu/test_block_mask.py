@@ -2,7 +2,6 @@
 
 import operator
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from cute_attn.reference.tilings import TILINGS, TRANSPOSED, Scores
 from cute_attn.traits import LISTED_ROWS
 from tests import refusals
 from tests.compared import same
+from tests.tensors import int32
 
 DOCUMENT = torch.tensor([0] * 130 + [1] * 300 + [2] * 400)
 
@@ -154,6 +154,133 @@ def test_equal_masks_share_a_kernel():
     assert len(names) == 1
 
 
+# ---- visits ----
+
+LENGTHS_Q, LENGTHS_K = [300, 0, 130, 40], [200, 70, 300, 0]
+
+
+def near(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() <= 30 + 60 * b + 20 * h
+
+
+def blocks_of_each_head():
+    """Without a function, which would hide what a head does not list."""
+    one, other = (blocks_of(*rows) for rows in (((0, 2), (1,), (2,)), ((1,), (0, 2), (0,))))
+    lists = ((x.kv_num_blocks, x.kv_indices) for x in (one, other))
+    return BlockMask.from_kv_blocks(*(torch.cat(both, 1) for both in zip(*lists, strict=True)))
+
+
+def made(function, batch=None, heads=None, keys=300, block_size=128):
+    return create_block_mask(function, batch, heads, 300, keys, device="cpu", BLOCK_SIZE=block_size)
+
+
+MASKS = {
+    "document": lambda: made(causal_document),
+    "causal": lambda: made(lambda b, h, i, j: i >= j),
+    "window": lambda: made(window, heads=2),
+    "small blocks": lambda: made(window, heads=2, block_size=32),
+    "of each": lambda: made(near, 4, 2),
+    "small blocks of each": lambda: made(near, 4, 2, 384, 32),
+    "blocks": lambda: blocks_of((0, 2), (1,), ()),
+    "full blocks": lambda: full_blocks(causal_document),
+    "blocks of each head": blocks_of_each_head,
+}
+
+
+def emulated(case, are_packed, nheads_kv):
+    """One sequence of 300, or some packed: as kernels take them, and as the definition does, each with its lengths."""
+    problem = Scores.random(4 if are_packed else 1, 2, 300, 300)
+    both, given, packed = ([300], [300]), (problem.q, problem.k[:, :, :nheads_kv]), None
+    lengths = each = Lengths()
+    if are_packed:
+        both, given = (LENGTHS_Q, LENGTHS_K), (problem.q[0], problem.k[0, :, :nheads_kv])
+        used = [int32(*own) for own in both]
+        starts = tuple(torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in used)
+        packed = Packed(starts, (4, 300, 2, 300, nheads_kv))
+        lengths, each = Lengths(*starts, None, None, 300, 300), Lengths(None, None, *used)
+    name, tensors = epilogue_of_block_mask(MASKS[case](), *given, packed)
+    problem = replace(problem, inputs=ScoreInputs(extra={name: tensors}))
+    return (
+        name,
+        tensors,
+        [*zip(*both, strict=True)],
+        *(replace(problem, lengths=own) for own in (lengths, each)),
+    )
+
+
+def visited(counts, rows_of_tile, columns_of_tile, tiles):
+    """How many of the other side's blocks each block of a tile visits by its list, of every sequence and head."""
+    row = torch.arange(tiles) * rows_of_tile // LISTED_ROWS
+    found = (counts[:, :, row, 1] + columns_of_tile - 1) // columns_of_tile
+    return found.expand(-1, 2, -1)
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling", "are_packed"),
+    [
+        ("document", "warps4x1-128x32", False),
+        ("window", "warps2x2-64x64", False),
+        ("blocks", "wgmma2-64x128-along-n", False),
+        ("full blocks", "warps4x1-128x32", False),
+        ("small blocks", "wgmma2-64x128-along-n", False),
+        ("window", "wgmma1-64x80", False),
+        ("causal", "wgmma2-64x128-along-n", True),
+        ("of each", "warps4x1-128x32", True),
+        ("small blocks of each", "warps2x2-64x64", True),
+        ("blocks", "warps2x2-64x64", True),
+        ("full blocks", "wgmma2-64x128-along-n", True),
+    ],
+)
+def test_kernels_visit_listed_blocks(case, tiling, are_packed):
+    """Blocks of 80 keys are no divisions of listed ones: that tiling visits all."""
+    name, tensors, lengths, problem, each = emulated(case, are_packed, nheads_kv=2)
+    made = TILINGS[tiling].of(f"{name}-varlen" if are_packed else name)
+    tile = made.tile
+    assert made.epilogues.visits_lists == (tile.tile_n != 80)
+    found, (out, lse) = problem.emulate(made), each.expected(TILINGS[tiling].of(name).traits)
+    for b, (rows, keys) in enumerate(lengths):
+        seen = lse[b, :, :rows].isfinite()
+        assert torch.equal(found.lse[b, :, :rows].isfinite(), seen)
+        torch.testing.assert_close(found.lse[b, :, :rows][seen], lse[b, :, :rows][seen], atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found.out[b, :, :rows], out[b, :, :rows], atol=2e-3, rtol=1e-2)
+        if made.epilogues.visits_lists:
+            tiles = -(-rows // tile.tile_m)
+            listed = visited(tensors[-4], tile.tile_m, tile.tile_n, tiles)[b]
+            assert torch.equal((found.visits[b, :, :tiles] > 0).sum(-1), listed)
+            assert not found.visits[b, :, :, -(-keys // tile.tile_n) :].any()
+            assert not found.visits[b, :, tiles:].any()
+
+
+@pytest.mark.parametrize(
+    ("case", "tiling", "are_packed"),
+    [
+        ("document", "warps4x1-64x64-transposed", False),
+        ("window", "wgmma2-64x128-transposed", False),
+        ("full blocks", "warps4x1-64x64-transposed", False),
+        ("blocks of each head", "wgmma2-64x128-transposed", False),
+        ("causal", "warps4x1-64x64-transposed", True),
+        ("of each", "wgmma2-64x128-transposed", True),
+        ("full blocks", "warps4x1-64x64-transposed", True),
+    ],
+)
+def test_backward_kernels_visit_listed_blocks(case, tiling, are_packed):
+    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
+    name, tensors, lengths, problem, each = emulated(case, are_packed, nheads_kv=1)
+    made = TRANSPOSED[tiling].of(f"{name}-varlen" if are_packed else name, op="backward")
+    assert made.epilogues.visits_lists
+    tile, grad_out = made.tile, torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(7))
+    expected = each.expected_gradients(TRANSPOSED[tiling].of(name, op="backward").traits, grad_out)
+    found = problem.differentiate(made, grad_out, expected.lse, -expected.dpsum)
+    for b, (rows, keys) in enumerate(lengths):
+        tiles = -(-keys // tile.tile_n)
+        listed = visited(tensors[-2], tile.tile_n, tile.tile_m, tiles)[b]
+        assert torch.equal((found.visits[b] > 0).sum(1)[:, :tiles], listed)
+        assert not found.visits[b, :, -(-rows // tile.tile_m) :].any()
+        for got, want, atol in ((found.p, expected.p, 6e-8), (found.scores, expected.scores, 1e-4)):
+            own = (x[b, :, :rows, :keys].double() for x in (got, want))
+            torch.testing.assert_close(*own, atol=atol, rtol=2**-10)
+
+
 # ---- packed sequences ----
 
 STARTS_Q, STARTS_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 130, 130, 300], [0, 200, 210, 300]))
@@ -199,143 +326,6 @@ def test_packed_sequences(mask_mod, sizes, block_size, compiled):
     mask = create_block_mask(mask_mod, *sizes, 190, 256, device="cpu", BLOCK_SIZE=block_size)
     call = torch.compile(packed, backend="aot_eager", fullgraph=True) if compiled else packed
     same(call(*leaves, block_mask=mask, causal=True), one_by_one(*leaves, mask_mod, causal=True), leaves)
-
-
-# ---- what kernels visit ----
-
-LENGTHS_Q, LENGTHS_K = (torch.tensor(x, dtype=torch.int32) for x in ([300, 0, 130, 40], [200, 70, 300, 0]))
-
-
-def near(b, h, q_idx, kv_idx):
-    return (q_idx - kv_idx).abs() <= 30 + 60 * b + 20 * h
-
-
-def blocks_of_heads(*masks):
-    lists = ((x.kv_num_blocks, x.kv_indices) for x in masks)
-    return BlockMask.from_kv_blocks(*(torch.cat(both, 1) for both in zip(*lists, strict=True)))
-
-
-def made(mask_mod, *sizes, lengths=(300, 300), block_size=128):
-    return create_block_mask(
-        mask_mod, *(sizes or (None, None)), *lengths, device="cpu", BLOCK_SIZE=block_size
-    )
-
-
-BLOCK_MASKS = {
-    "causal": lambda: made(lambda b, h, i, j: i >= j),
-    "document": lambda: made(causal_document),
-    "window": lambda: made(window, None, 2),
-    "small blocks": lambda: made(window, None, 2, block_size=32),
-    "window of sequences": lambda: made(near, 4, 2),
-    "small blocks of sequences": lambda: made(near, 4, 2, lengths=(300, 384), block_size=32),
-    "blocks": lambda: blocks_of((0, 2), (1,), ()),
-    "full blocks": lambda: full_blocks(causal_document),
-    # Without a function, which would hide what a head does not list.
-    "blocks of each head": lambda: blocks_of_heads(
-        blocks_of((0, 2), (1,), (2,)), blocks_of((1,), (0, 2), (0,))
-    ),
-}
-
-
-class Listed(NamedTuple):
-    """Sequences with a block mask, for the emulation and for the definition, which takes each sequence by itself."""
-
-    name: str
-    tensors: tuple
-    problem: Scores
-    defined: Scores
-    lengths: list
-
-    @classmethod
-    def of(cls, case, is_packed, nheads_kv):
-        problem = Scores.random(4 if is_packed else 1, 2, 300, 300)
-        if is_packed:
-            starts = tuple(torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in (LENGTHS_Q, LENGTHS_K))
-            rows = (problem.q[0], problem.k[0, :, :nheads_kv], Packed(starts, (4, 300, 2, 300, nheads_kv)))
-            used = (Lengths(*starts, None, None, 300, 300), Lengths(None, None, LENGTHS_Q, LENGTHS_K))
-            lengths = list(zip(LENGTHS_Q.tolist(), LENGTHS_K.tolist(), strict=True))
-        else:
-            rows, used, lengths = (
-                (problem.q, problem.k[:, :, :nheads_kv]),
-                (problem.lengths,) * 2,
-                [(300, 300)],
-            )
-        name, tensors = epilogue_of_block_mask(BLOCK_MASKS[case](), *rows)
-        problem = replace(problem, inputs=ScoreInputs(extra={name: tensors}))
-        return cls(name, tensors, *(replace(problem, lengths=own) for own in used), lengths)
-
-    def features(self):
-        return self.name if len(self.lengths) == 1 else f"{self.name}-varlen"
-
-
-def visited(counts, rows_of_tile, columns_of_tile, tiles):
-    """How many of the other side's blocks each block of a tile visits by its list, of every sequence and head."""
-    row = torch.arange(tiles) * rows_of_tile // LISTED_ROWS
-    return (counts[:, :, row, 1] + columns_of_tile - 1) // columns_of_tile
-
-
-FORWARDS = [
-    *((False, "document", "warps4x1-128x32"), (False, "window", "warps2x2-64x64")),
-    *((False, "blocks", "wgmma2-64x128-along-n"), (False, "full blocks", "warps4x1-128x32")),
-    *((False, "small blocks", "wgmma2-64x128-along-n"), (False, "window", "wgmma1-64x80")),
-    *((True, "causal", "wgmma2-64x128-along-n"), (True, "window of sequences", "warps4x1-128x32")),
-    *((True, "small blocks of sequences", "warps2x2-64x64"), (True, "blocks", "warps2x2-64x64")),
-    (True, "full blocks", "wgmma2-64x128-along-n"),
-]
-
-
-@pytest.mark.parametrize(("is_packed", "case", "tiling"), FORWARDS)
-def test_kernels_visit_listed_blocks(is_packed, case, tiling):
-    """The blocks of one of the tilings are no parts of listed ones: it visits all."""
-    listed = Listed.of(case, is_packed, nheads_kv=2)
-    own = TILINGS[tiling].of(listed.features())
-    found, (out, lse) = (
-        listed.problem.emulate(own),
-        listed.defined.expected(TILINGS[tiling].of(listed.name).traits),
-    )
-    assert own.epilogues.visits_lists != (tiling == "wgmma1-64x80")
-    for b, (rows, keys) in enumerate(listed.lengths):
-        seen = lse[b, :, :rows].isfinite()
-        assert torch.equal(found.lse[b, :, :rows].isfinite(), seen)
-        torch.testing.assert_close(found.lse[b, :, :rows][seen], lse[b, :, :rows][seen], atol=1e-3, rtol=1e-3)
-        torch.testing.assert_close(found.out[b, :, :rows], out[b, :, :rows], atol=2e-3, rtol=1e-2)
-        if own.epilogues.visits_lists:
-            tiles = -(-rows // own.tile.tile_m)
-            wanted = visited(listed.tensors[-4], own.tile.tile_m, own.tile.tile_n, tiles).expand(-1, 2, -1)
-            assert torch.equal((found.visits[b, :, :tiles] > 0).sum(-1), wanted[b])
-            assert not found.visits[b, :, :, -(-keys // own.tile.tile_n) :].any()
-            assert not found.visits[b, :, tiles:].any()
-
-
-BACKWARDS = [
-    *((False, "document", "warps4x1-64x64-transposed"), (False, "window", "wgmma2-64x128-transposed")),
-    (False, "full blocks", "warps4x1-64x64-transposed"),
-    (False, "blocks of each head", "wgmma2-64x128-transposed"),
-    (True, "causal", "warps4x1-64x64-transposed"),
-    (True, "window of sequences", "wgmma2-64x128-transposed"),
-    (True, "full blocks", "warps4x1-64x64-transposed"),
-]
-
-
-@pytest.mark.parametrize(("is_packed", "case", "tiling"), BACKWARDS)
-def test_backward_kernels_visit_listed_blocks(is_packed, case, tiling):
-    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
-    listed = Listed.of(case, is_packed, nheads_kv=1)
-    own = TRANSPOSED[tiling].of(listed.features(), op="backward")
-    assert own.epilogues.visits_lists
-    grad_out = torch.randn(listed.problem.q.shape, generator=torch.Generator().manual_seed(7))
-    traits = TRANSPOSED[tiling].of(listed.name, op="backward").traits
-    expected = listed.defined.expected_gradients(traits, grad_out)
-    found = listed.problem.differentiate(own, grad_out, expected.lse, -expected.dpsum)
-    for b, (rows, keys) in enumerate(listed.lengths):
-        tiles = -(-keys // own.tile.tile_n)
-        wanted = visited(listed.tensors[-2], own.tile.tile_n, own.tile.tile_m, tiles).expand(-1, 2, -1)
-        assert torch.equal((found.visits[b] > 0).sum(1)[:, :tiles], wanted[b])
-        assert not found.visits[b, :, -(-rows // own.tile.tile_m) :].any()
-        own_rows = (b, slice(None), slice(rows), slice(keys))
-        for name, limits in (("p", {"atol": 6e-8, "rtol": 2**-10}), ("scores", {"atol": 1e-4, "rtol": 1e-4})):
-            got, want = getattr(found, name)[own_rows].double(), getattr(expected, name)[own_rows]
-            torch.testing.assert_close(got, want, **limits)
 
 
 def test_lists_of_packed_sequences_are_kept_while_these_start_there():

@@ -11,7 +11,6 @@ import cutlass
 import pytest
 import torch
 from cutlass import Constexpr, Int32, cute
-from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.combine import CombineStreamK, StreamKRows
@@ -21,6 +20,7 @@ from cute_attn.work.key_splits import Partials
 from cute_attn.work.stream_k import OVERHEAD
 from tests.divided_keys import QUERIES, TILE_N, Line
 from tests.merged_rows import merge_rows
+from tests.tensors import int32, run
 
 GROUP, PACK, HEADS_KV, DIM = 3, 2, 2, 16
 """Query heads of a key head, packed two at a time, so that a second pack has one head."""
@@ -54,24 +54,6 @@ def combine(
         if rows.are_divided(tile):
             at = functools.partial(rows.of_thread, kernel, tile, partials)
             merge_rows(kernel, at, partials, memory, out, lse, None)
-
-
-def dynamic(x):
-    return from_dlpack(x, assumed_align=16 if x.ndim > 2 else 4).mark_layout_dynamic(leading_dim=x.ndim - 1)
-
-
-@functools.cache
-def compiled(kernel):
-    ndim, tile = (3 if kernel.traits.varlen else 4), kernel.tile
-    tensors = (
-        torch.zeros(2, tile.tile_m, DIM),
-        torch.zeros(2, tile.tile_m),
-        torch.zeros(*(2,) * (ndim - 1), DIM, dtype=torch.float16),
-        torch.zeros(*(2,) * (ndim - 1)),
-        *(torch.zeros(2, dtype=torch.int32) for _ in range(3)),
-        torch.zeros(8),
-    )
-    return cute.compile(combine, *map(dynamic, tensors), kernel, options="--gpu-arch sm_90a")
 
 
 def attend(q, k, v, keys):
@@ -135,9 +117,8 @@ class Call:
             lse = lse.unflatten(1, (len(self.lengths), -1)).transpose(0, 1).contiguous()
         memory = torch.full((kernel.tile.smem_bytes(kernel.traits) // 4,), math.nan)
         longest = max(n for n, _ in self.lengths)
-        int32 = functools.partial(torch.tensor, dtype=torch.int32)
-        tensors = (self.outs, self.lses, out, lse, int32(self.starts), int32([n for _, n in self.lengths]))
-        compiled(kernel)(*map(dynamic, (*tensors, int32([longest, self.line.ctas]), memory)))
+        tensors = (self.outs, self.lses, out, lse, int32(*self.starts), int32(*[n for _, n in self.lengths]))
+        run(combine, *tensors, int32(longest, self.line.ctas), memory, constants=(kernel,))
         out = out if packed else out.flatten(0, 1)
         lse = lse if packed else lse.transpose(0, 1).flatten(1)
         for b, (queries, keys) in enumerate(self.lengths):

@@ -21,9 +21,9 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
-from tests.tensors import inputs_of, int32
+from tests.problem import DTYPES
+from tests.tensors import far_apart, inputs_of, int32
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
 
 
@@ -284,11 +284,7 @@ def test_rows_of_one_key_among_large_scores(features, size):
 
 def test_bias_far_apart(tmp_path):
     """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
-    with open(tmp_path / "sparse", "wb+") as file:
-        file.truncate(2 * (2**32 + 8 * 64))
-        memory = mmap.mmap(file.fileno(), 0)
-    bias = torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
-    bias.copy_(torch.randn(2, 1, 8, 64))
+    bias = far_apart(tmp_path).copy_(torch.randn(2, 1, 8, 64))
     compare(TILINGS[SMALL].of("bias_fp16"), Scores.random(2, 1, 8, 64, bias=bias))
 
 
@@ -405,6 +401,38 @@ def test_rows_that_see_nothing():
         assert (got.lse[..., :140] == -torch.inf).all() and (got.out[..., :140, :] == 0).all()
         assert got.lse[..., 140:].isfinite().all()
         assert got.visits[0, 0, :2].eq(UNVISITED).all()
+
+
+# ---- packed heads ----
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "features"),
+    [
+        ("wgmma1-64x80", 2, "causal_top_left"),
+        ("wgmma1-64x80", 8, "causal-alibi"),
+        ("wgmma1-64x80", 8, "window-softcap-alibi-sinks_fp32"),
+        ("wgmma1-64x80", 64, "window-softcap-alibi-sinks_fp32"),
+        ("wgmma2-128x112", 16, ""),
+        ("wgmma2-128x112", 16, "causal-alibi"),
+    ],
+)
+def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
+    """Scores, softmax and log-sum-exps of every query and head, on real accumulators; two packs a batch."""
+    tiling = TILINGS[name].of(features)
+    tiling = replace(tiling, tile=replace(tiling.tile, pack_heads=heads))
+    for seqlen_q, seqlen_k in ((1, 100), (7, 60), (70, 300)):
+        problem = Scores.random(
+            *(1, 2 * heads, seqlen_q, seqlen_k),
+            softcap=2.5 if "softcap" in features else 0.0,
+            alibi_slopes=torch.rand(1, 2 * heads) if "alibi" in features else None,
+            sinks=3 * torch.randn(2 * heads) if "sinks" in features else None,
+            window_left=20,
+            window_right=3,
+        )
+        first = [heads * (head // heads) for head in range(2 * heads)]
+        got = compare(tiling, replace(problem, k=problem.k[:, :, first], v=problem.v[:, :, first]))
+        assert got.visits.shape[1] == 2 and got.visits.shape[2] == -(-seqlen_q * heads // tiling.tile.tile_m)
 
 
 # ---- lengths ----

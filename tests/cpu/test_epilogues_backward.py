@@ -3,13 +3,12 @@
 Tiles are transposed or not. The masks of dropout are those of the forward bit for bit, for both.
 """
 
-import mmap
 from dataclasses import replace
 
 import cutlass
 import pytest
 import torch
-from cutlass import Float32, Int32, cute
+from cutlass import Constexpr, Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack, make_fake_tensor
 
 from cute_attn import reference
@@ -22,11 +21,11 @@ from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 from cute_attn.traits import Traits
-from tests.tensors import inputs_of, int32, randn
+from tests.problem import DTYPES
+from tests.tensors import far_apart, inputs_of, int32, randn
 
 ALL = {**TILINGS, **TRANSPOSED, **TINY}
 SMALL_TRANSPOSED = "warps4x1-64x64-transposed"
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The loops over one thread's registers are unrolled on purpose: fragments take static indices.
 
 
@@ -327,7 +326,7 @@ def test_bias_gradient(name, dtype):
 
 
 @cute.jit
-def record_places(tiling: cutlass.Constexpr, own: cute.Tensor, other: cute.Tensor):
+def record_places(tiling: Constexpr, own: cute.Tensor, other: cute.Tensor):
     """own[thread, i] and other[thread, i]: (query, key) of both elements of word i, without and with an exchange."""
     mma, size = tiling.tiled_mma(), tiling.tile
     for thread in cutlass.range(mma.size):
@@ -375,11 +374,7 @@ def test_full_bias_gradient_in_fp32():
 
 def test_bias_gradient_far_apart(tmp_path):
     """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
-    with open(tmp_path / "sparse", "wb+") as file:
-        file.truncate(2 * (2**32 + 8 * 64))
-        memory = mmap.mmap(file.fileno(), 0)
-    grad = torch.frombuffer(memory, dtype=torch.float16).as_strided((2, 1, 8, 64), (2**32, 0, 64, 1))
-    bias = torch.randn(2, 1, 8, 64).half()
+    grad, bias = far_apart(tmp_path), torch.randn(2, 1, 8, 64).half()
     for name in ("warps2x1-32x16", "warps2x1-16x32-transposed"):
         grad.zero_()
         _, expected = compare(name, "bias_fp16", Scores.random(2, 1, 8, 64, bias=bias), grad)

@@ -10,13 +10,12 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.compiler import compile
 from cute_attn.compiler.arguments import fakes
-from cute_attn.compiler.registry import Unsupported, lookup
+from cute_attn.compiler.registry import lookup
 from cute_attn.device.math import LOG2_E
 from cute_attn.host import forward
 from cute_attn.host.choose import choose_kernel
 from cute_attn.host.split_fp32 import both_kernels
 from cute_attn.kernels.fp32_sm80.kernel import terms_serve
-from cute_attn.traits import Traits
 from tests import emulated_kvcache, machine
 from tests.cpu.test_divided import call
 
@@ -135,18 +134,6 @@ def test_launches_have_the_arguments_that_kernels_declare(name, monkeypatch):
     for rows, own in zip((speculative.mK, speculative.mV), split.mTerms, strict=True):
         assert rows.data_ptr() == own.data_ptr()
         assert rows.shape[-1] == count * 64 and own.shape[-2:] == (count, 64)
-
-
-def test_what_the_kernels_decline():
-    with pytest.raises(Unsupported, match="it computes fp32, not bf16"):
-        lookup(Traits.parse("forward-sm80:fallback-bf16-d64"), None, "sm90")
-    terms = Traits.parse("forward-sm80:terms-fp32-d64")
-    for tile, reason in {
-        "key_groups=2": "accepted for fp32 in terms",
-        "qk_unroll=4": "accepted: 1 or 2 steps",
-    }.items():
-        with pytest.raises(Unsupported, match=reason):
-            lookup(terms, tile, "sm90")
 
 
 # ---- which kernel computes ----

@@ -59,36 +59,12 @@ TABLE, SLOPES, CAP = torch.randn(16, 257), torch.rand(16), torch.tensor(30.0)
 DOCUMENTS, KEPT = torch.arange(4096) // 300, torch.rand(2, 4096) > 0.3
 
 
-def slopes(score, b, h, q_idx, kv_idx):
-    return score - SLOPES[h] * (q_idx - kv_idx).abs()
-
-
-def learned_cap(score, b, h, q_idx, kv_idx):
-    return CAP * torch.tanh(score / CAP)
-
-
-def wrapped_distances(score, b, h, q_idx, kv_idx):
-    return score + TABLE[h, (kv_idx - q_idx) % 257]
-
-
-def wave(score, b, h, q_idx, kv_idx):
-    return score * (1 + torch.sin(q_idx * 0.37 - kv_idx) / 2) + torch.log(1 + score * score)
-
-
-def causal_bias(score, b, h, q_idx, kv_idx):
-    return score + TABLE[h, load("learned_bias").bucket((q_idx - kv_idx).clamp(min=0))]
-
-
-def softcap(score, b, h, q_idx, kv_idx):
-    return 30 * torch.tanh(score / 30)
-
-
 def same_document(b, h, q_idx, kv_idx):
     return (DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]) & (q_idx >= kv_idx)
 
 
-def padding(b, h, q_idx, kv_idx):
-    return KEPT[b, kv_idx]
+def causal_bias(score, b, h, q_idx, kv_idx):
+    return score + TABLE[h, load("learned_bias").bucket((q_idx - kv_idx).clamp(min=0))]
 
 
 def images():
@@ -106,10 +82,15 @@ def traced(score_mod, mask_mod=None):
     return epilogue_of(score_mod, mask_mod)[0]
 
 
-WRITTEN = (wrapped_distances, learned_cap, t5, wave)
+WRITTEN = {
+    "wrapped_distances": lambda s, b, h, q, k: s + TABLE[h, (k - q) % 257],
+    "learned_cap": lambda s, b, h, q, k: CAP * torch.tanh(s / CAP),
+    "t5": t5,
+    "wave": lambda s, b, h, q, k: s * (1 + torch.sin(q * 0.37 - k) / 2) + torch.log(1 + s * s),
+}
 FUNCTIONS = {
-    **{function.__name__: lambda pages, function=function: traced(function) for function in WRITTEN},
-    "padding": lambda pages: traced(None, padding),
+    **{name: lambda pages, function=function: traced(function) for name, function in WRITTEN.items()},
+    "padding": lambda pages: traced(None, lambda b, h, q, k: KEPT[b, k]),
     "distance": lambda pages: pages["README.md"].distance and "shown_distance",
     "alibi-and-document": lambda pages: traced(
         pages["docs/functions.md"].alibi, pages["docs/functions.md"].same_document
@@ -117,7 +98,9 @@ FUNCTIONS = {
     "relative": lambda pages: "shown_relative",
     "rational": lambda pages: "shown_rational",
     "relative_position": lambda pages: load("custom_epilogue").RelativePosition.name,
-    "softcap-and-document": lambda pages: traced(softcap, same_document),
+    "softcap-and-document": lambda pages: traced(
+        lambda s, b, h, q, k: 30 * torch.tanh(s / 30), same_document
+    ),
     "document-blocks": lambda pages: listed(same_document),
     "causal_bias-blocks": lambda pages: f"{traced(causal_bias)}-{listed(same_document)}",
     "image-blocks": lambda pages: f"{traced(images()[0])}-{listed(images()[1])}",
@@ -155,7 +138,7 @@ EXTREME = [
     for place, generation in enumerate(GENERATIONS)
 ]
 """They take turns on the targets and head dims: each target has several functions, each head dim several targets."""
-SHOWN = [function for function in FUNCTIONS if function not in {written.__name__ for written in WRITTEN}]
+SHOWN = [function for function in FUNCTIONS if function not in WRITTEN]
 KERNELS = dict.fromkeys((*EXTREME, *((function, "backward", "sm90", "sm90", 128) for function in SHOWN)))
 
 
@@ -174,8 +157,10 @@ def test_a_function_does_not_spill(case, pages):
 
 
 def test_row_maxima_are_frozen_where_the_nearest_keys_come_first():
+    slopes = traced(lambda s, b, h, q, k: s - SLOPES[h] * (q - k).abs())
+
     def frozen(dtype, mask):
-        traits = Traits.parse(f"forward-sm90-{dtype}-d128{mask}-{traced(slopes)}")
+        traits = Traits.parse(f"forward-sm90-{dtype}-d128{mask}-{slopes}")
         return registry.lookup(traits).tile.speculative
 
     assert [frozen("bf16", mask) for mask in ("-causal", "-window", "")] == [True, False, False]

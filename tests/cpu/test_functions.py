@@ -20,6 +20,7 @@ from cute_attn.reference.check_epilogue import _function, for_each
 from cute_attn.reference.tilings import TINY, Scores
 from tests import refusals
 from tests.cpu.test_examples import load
+from tests.fuzz import oracle
 
 torch.manual_seed(0)
 NHEADS = 3
@@ -449,21 +450,13 @@ def test_indices_of_rows_that_no_sequence_has_are_none():
 
 
 def dense(q, k, v, score_mod=None, mask_mod=None, bias=None, causal=False):
-    """FlexAttention's definition."""
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
-    if bias is not None:
-        scores = scores + bias
-    at = [torch.arange(n) for n in scores.shape]
-    if score_mod is not None:
-        scores = for_each(score_mod, True)(scores, *at)
-    if mask_mod is not None:
-        scores = scores.masked_fill(~for_each(mask_mod)(*at), -torch.inf)
-    if causal:
-        shift = scores.shape[3] - scores.shape[2]
-        scores = scores.masked_fill(at[2][:, None] + shift < at[3], -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+    """FlexAttention's definition: out and LSE."""
+    window = (None, 0 if causal else None)
+    scale = q.shape[-1] ** -0.5
+    options = oracle.Options(scale, bias=bias, score_mod=score_mod, mask_mod=mask_mod, window=window)
+    shift = k.shape[1] - q.shape[1]
+    found = [oracle.attend(*x, options, q.dtype, b, shift) for b, x in enumerate(zip(q, k, v, strict=True))]
+    return tuple(map(torch.stack, zip(*found, strict=True)))
 
 
 def inputs(seqlen_q=20, seqlen_k=30, nheads=4, nheads_kv=2):

@@ -5,7 +5,7 @@ import re
 import cutlass
 import numpy as np
 import pytest
-from cutlass import Float16, Float32, Int32, Int64, cute
+from cutlass import Constexpr, Float16, Float32, Int32, Int64, cute
 
 import layouts
 from cute_attn.compiler import compile
@@ -20,6 +20,7 @@ from cute_attn.device.gemm_terms import (
 )
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.outputs.fp32_rows import store_pairs, store_vectors
+from cute_attn.tiles.base import WarpTile
 from cute_attn.traits import Traits
 from layouts.host import run_on_host
 
@@ -28,17 +29,17 @@ from layouts.host import run_on_host
 WARPS = 4
 
 
-def tile_at_zero(rows, cols, dtype=Float32, stages=None):
+def tile_at_zero(rows, cols, dtype=Float32, stages=None, bits=None):
     """A tile of shared memory at address 0."""
     pointer = cute.make_ptr(dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
-    return cute.make_tensor(pointer, layouts.smem_layout(rows, cols, dtype, stages=stages))
+    return cute.make_tensor(pointer, layouts.smem_layout(rows, cols, dtype, stages=stages, swizzle_bits=bits))
 
 
 # ---- fp16 terms in rows ----
 
 
 @cute.jit
-def write_terms(which: cutlass.Constexpr, dim: cutlass.Constexpr, out: cute.Tensor):
+def write_terms(which: Constexpr, dim: Constexpr, out: cute.Tensor):
     """out[thread, k, subtile, term] = addresses of step k: the operand's, and the layout's."""
     warps, rows = 2, 64
     tiled_mma, tile = layouts.tiled_mma_sm80(Float16, warps), tile_at_zero(rows, 2 * dim, Float16, 1)
@@ -84,7 +85,7 @@ def make_operand(is_a, by_words, paired, rows, k, warps_m, thread):
 
 
 @cute.jit
-def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
+def write_addresses(case: Constexpr, out: cute.Tensor):
     """out[thread, step, subtile, i] = addresses of pointer i: unrolled, and in a loop over steps."""
     for thread in cutlass.range(cute.size(out.shape[0])):
         operand = make_operand(*case, thread)
@@ -100,7 +101,7 @@ def write_addresses(case: cutlass.Constexpr, out: cute.Tensor):
 
 
 @cute.jit
-def write_layout(stored: cutlass.Constexpr, out: cute.Tensor):
+def write_layout(stored: Constexpr, out: cute.Tensor):
     layout = layouts.smem_layout(*stored, Float32, stages=2)
     for row in cutlass.range(stored[0]):
         for col in cutlass.range(stored[1]):
@@ -161,7 +162,7 @@ def test_bank_conflicts(by_words, paired, ways):
 
 
 @cute.jit
-def write_warps(warps_m: cutlass.Constexpr, out: cute.Tensor):
+def write_warps(warps_m: Constexpr, out: cute.Tensor):
     """out[thread] = row and column of a thread's first element of a 64 x 64 accumulator."""
     mma = layouts.tiled_mma_sm80(Float32, WARPS, warps_n=WARPS // warps_m)
     for thread in cutlass.range(cute.size(out.shape[0])):
@@ -179,9 +180,7 @@ def test_operands_and_accumulators_divide_warps_alike(warps_m):
 
 
 @cute.jit
-def write_words(
-    which: cutlass.Constexpr, shape: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.Tensor
-):
+def write_words(which: Constexpr, shape: Constexpr, warps: Constexpr, out: cute.Tensor):
     """out[thread, subtile, k, i]: coordinates of the row of 16 bytes that the lane addresses (i 0), and by the MMA the
     four registers that the copy fills (i 1 to 4)."""
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
@@ -220,9 +219,7 @@ def test_ldmatrix_fills_the_operands_of_32_bits(which, shape, warps):
 
 
 @cute.jit
-def write_keys(
-    tile_m: cutlass.Constexpr, tile_n: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.Tensor
-):
+def write_keys(tile_m: Constexpr, tile_n: Constexpr, warps: Constexpr, out: cute.Tensor):
     """out[thread, m, step, row place, key place] = (row, key) of P's A operand."""
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps)
     for thread in cutlass.range(cute.size(out.shape[0])):
@@ -256,7 +253,7 @@ def test_places_of_an_mma_are_neighbouring_keys():
 
 
 @cute.jit
-def write_values(shape: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.Tensor):
+def write_values(shape: Constexpr, warps: Constexpr, out: cute.Tensor):
     """out[thread, stage, step, group, odd] = (the operand's address, the layout's)."""
     rows, cols, stages = shape
     tile = tile_at_zero(rows, cols, stages=stages)
@@ -293,9 +290,7 @@ def test_addresses_of_v_are_the_layouts_and_reach_all_banks(rows, cols, stages, 
 
 
 @cute.jit
-def write_stores(
-    paired: cutlass.Constexpr, shape: cutlass.Constexpr, warps: cutlass.Constexpr, out: cute.Tensor
-):
+def write_stores(paired: Constexpr, shape: Constexpr, warps: Constexpr, out: cute.Tensor):
     """out[thread, r, c] = (the address that an element goes to, that of its place in the layout)."""
     tile = tile_at_zero(*shape)
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
@@ -329,7 +324,7 @@ def test_results_are_stored_at_the_layouts_addresses(paired, shape, warps):
 
 
 @cute.jit
-def accumulator(tiled_mma: cute.TiledMma, shape: cutlass.Constexpr, warps: cutlass.Constexpr, thread: Int32):
+def accumulator(tiled_mma: cute.TiledMma, shape: Constexpr, warps: Constexpr, thread: Int32):
     """An accumulator whose elements are 1000 times their row plus their column, by the PTX manual's fragment of C and
     the order of V's columns: column n of MMA j of group c is column 32 c + 4 n + j. And the thread's first column."""
     lane, warp_m, warp_n = thread % 32, thread // 32 % warps[0], thread // 32 // warps[0]
@@ -345,7 +340,7 @@ def accumulator(tiled_mma: cute.TiledMma, shape: cutlass.Constexpr, warps: cutla
 
 
 @cute.jit
-def write_vectors(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutlass.Constexpr, out):
+def write_vectors(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
     offsets = layouts.row_col_modes(tiled_mma, *shape).rows
     for thread in cutlass.range(32 * warps[0] * warps[1]):
@@ -355,7 +350,7 @@ def write_vectors(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutla
 
 
 @cute.jit
-def write_columns(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutlass.Constexpr, out):
+def write_columns(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
     """By rows and columns in their order."""
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0])
     for thread in cutlass.range(32 * warps[0]):
@@ -367,7 +362,7 @@ def write_columns(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutla
 
 
 @cute.jit
-def write_pairs(shape: cutlass.Constexpr, warps: cutlass.Constexpr, dim: cutlass.Constexpr, out):
+def write_pairs(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
     """The same with the accumulator of fp16 products, in the order of its columns."""
     tiled_mma = layouts.tiled_mma_sm80(Float16, warps[0])
     for thread in cutlass.range(32 * warps[0]):
@@ -418,3 +413,63 @@ def test_products_take_each_register_of_an_operand_once(precision):
     assert len(products) >= 20
     for _, a, b, _ in products:
         assert len({x.strip() for x in a.split(",")}) == 4 and len({x.strip() for x in b.split(",")}) == 2, a
+
+
+# ---- fp16 operands ----
+
+UNROLLS = (0, 1, 2, 3, 4)
+"""Steps that a tile asks to unroll; 0 for all."""
+
+
+def operand_at_zero(which, rows, cols, stages, bits, warps, thread):
+    """An operand at address 0 of shared memory: Q or K as (rows, cols), V transposed."""
+    tiled_mma = layouts.tiled_mma_sm80(Float16, warps)
+    tile = tile_at_zero(rows, cols, Float16, stages, bits)
+    if which == "q":
+        return SmemOperand.a(tiled_mma, layouts.ldmatrix_copy_a(tiled_mma, Float16), tile, thread)
+    copy = layouts.ldmatrix_copy_b(tiled_mma, Float16, transpose=which == "v")
+    return SmemOperand.b(tiled_mma, copy, layouts.transposed(tile) if which == "v" else tile, thread)
+
+
+def first_of(k, steps, unroll):
+    """The first of the steps that a loop reads with step k."""
+    return k - k % WarpTile.steps_at_once(16 * steps, unroll)
+
+
+@cute.jit
+def write_steps(case: Constexpr, out: cute.Tensor):
+    """out[thread, stage, k, subtile] = addresses: the operand's, by ``UNROLLS`` in a loop, and the layout's."""
+    for thread in cutlass.range(cute.size(out.shape[0])):
+        operand = operand_at_zero(*case, thread)
+        reference = operand.tiled_copy.get_slice(thread).partition_S(
+            cute.make_identity_tensor(operand.tile.layout.shape)
+        )
+        for stage in cutlass.range(cute.size(out.shape[1])):
+            start = operand.start(stage)
+            for k in cutlass.range_constexpr(operand.steps):
+                for subtile in cutlass.range_constexpr(operand.subtiles):
+                    row, col, _ = reference[0, subtile, k, 0]
+                    for i in cutlass.range_constexpr(len(UNROLLS)):
+                        first = first_of(k, operand.steps, UNROLLS[i])
+                        here = operand.at_step(start, Int32(first))
+                        out[thread, stage, k, subtile, i] = operand.address(here, subtile, k - first).toint()
+                    out[thread, stage, k, subtile, len(UNROLLS)] = 2 * cute.crd2idx(
+                        (row, col, stage), operand.tile.layout
+                    )
+
+
+@pytest.mark.parametrize("cols, bits", [(32, None), (64, None), (96, None), (128, None), (64, 0), (96, 1)])
+@pytest.mark.parametrize("which, rows, stages, warps", [("q", 128, 1, 4), ("k", 64, 2, 4), ("v", 48, 3, 2)])
+def test_addresses_are_the_layouts(which, rows, stages, warps, cols, bits):
+    steps, subtiles = {
+        "q": (cols // 16, rows // 16 // warps),
+        "k": (cols // 16, rows // 16),
+        "v": (rows // 16, cols // 16),
+    }[which]
+    case = (which, rows, cols, stages, bits, warps)
+    found = run_on_host(
+        lambda out: write_steps(case, out), 32 * warps, stages, steps, subtiles, len(UNROLLS) + 1
+    )
+    *read, wanted = np.moveaxis(found, -1, 0)
+    for unroll, addresses in zip(UNROLLS, read, strict=True):
+        np.testing.assert_array_equal(addresses, wanted, err_msg=f"{unroll} steps at a time")

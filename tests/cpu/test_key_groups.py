@@ -12,7 +12,7 @@ import layouts
 from cute_attn.compiler import registry
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm80.key_groups import GroupResults
-from cute_attn.tiles import TARGETS, ForwardSm80Tile
+from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits
 
@@ -94,31 +94,6 @@ def test_results_have_memory_beside_the_queries(groups, warps, rows, name):
 
 
 # ---- tiles by calls ----
-
-CALLS = [(1, 1), (1, 8), (7, 5), (64, 4), (500, 2)]
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("features", ["", "-causal-softcap-alibi", "-tree"])
-def test_chosen_tiles_fit_every_head_dim(features, target):
-    """With a cache and without; parts of keys are whole key blocks."""
-    for d in (8, 40, 64, 96, 128, 136, 192, 224, 256):
-        for dv in sorted({d, 64, 256}):
-            dims = f"d{d}" + (f"x{dv}" if dv != d else "")
-            cached = f"kvcache-sm80-bf16-{dims}{features.replace('-tree', '')}-seqused_k-paged"
-            kernel = registry.lookup(
-                Traits.parse(cached + ("-tree" if "tree" in features else "")), None, target
-            )
-            for seqlen_q, group in CALLS:
-                tile = kernel.for_cache(CacheCall(seqlen_q, 4096, group, 16), target).tile
-                assert tile.reject(kernel.traits, target) is None and 128 % tile.tile_n == 0
-            if "tree" not in features:
-                plain = registry.lookup(Traits.parse(f"forward-sm80-bf16-{dims}{features}"), None, target)
-                for seqlen_q, group in CALLS:
-                    assert (
-                        plain.for_lengths(seqlen_q, 4096, group, target).tile.reject(plain.traits, target)
-                        is None
-                    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import cutlass
 import pytest
 import torch
 from cutlass import Constexpr, cute
-from cutlass.cute.runtime import from_dlpack
 
 from cute_attn.api.merge import merge_attention
 from cute_attn.compiler import compile, registry
@@ -19,6 +18,7 @@ from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile, partial_columns
 from cute_attn.traits import Traits
 from tests import refusals
 from tests.merged_rows import merge_rows
+from tests.tensors import run
 
 # ---- the kernel's steps ----
 
@@ -40,20 +40,6 @@ def combine(
         merge_rows(kernel, at, partials, memory, mO, mLSE, mSinks)
 
 
-def on_cpu(x: torch.Tensor):
-    """Sizes and strides are not compiled in."""
-    return from_dlpack(x, assumed_align=16 if x.ndim == 5 else 4).mark_layout_dynamic(leading_dim=x.ndim - 1)
-
-
-@functools.cache
-def compiled(kernel: Combine):
-    dtype = {"fp16": torch.float16, "fp32": torch.float32}[kernel.traits.dtype]
-    shapes = ((2, 1, 1, 1, 8), (2, 1, 1, 1), (1, 1, 1, 8), (1, 1, 1), (8,), (8,))
-    dtypes = (torch.float32, torch.float32, dtype, torch.float32, torch.float32, torch.float32)
-    fakes = [on_cpu(torch.zeros(shape, dtype=own)) for shape, own in zip(shapes, dtypes, strict=True)]
-    return cute.compile(combine, *fakes, kernel, options="--gpu-arch sm_90a")
-
-
 def emulate(kernel: Combine, outs: torch.Tensor, lses: torch.Tensor, sinks: torch.Tensor | None = None):
     dtype, dim = {"fp16": torch.float16, "fp32": torch.float32}[kernel.traits.dtype], outs.shape[-1]
     out = torch.full(outs.shape[1:], math.nan, dtype=dtype)
@@ -61,7 +47,7 @@ def emulate(kernel: Combine, outs: torch.Tensor, lses: torch.Tensor, sinks: torc
     lse = torch.full(lses.shape[1:], math.nan)
     memory = torch.full((kernel.tile.smem_bytes(kernel.traits) // 4,), math.nan)
     sinks = torch.full((1,), math.nan) if sinks is None else sinks
-    compiled(kernel)(*map(on_cpu, (outs, lses, out, lse, memory, sinks)))
+    run(combine, outs, lses, out, lse, memory, sinks, constants=(kernel,))
     return out, lse
 
 

@@ -5,6 +5,7 @@ import torch
 
 from cute_attn import attention, attention_backward
 from cute_attn.host import fused_qkv
+from tests import refusals
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -74,18 +75,17 @@ def test_gradients_go_into_given_tensors():
         torch.testing.assert_close(own, wanted)
 
 
-@pytest.mark.parametrize(
-    "into, message",
-    [
-        (torch.empty(2, 7, 3, 8), "into is a Tensor; accepted: a list or a tuple of tensors"),
-        ([torch.empty(2, 7, 3, 8)] * 2, "into has 2 tensors; accepted: 3, one for each of"),
-        ([*torch.empty(2, 2, 7, 3, 8), torch.empty(2, 7, 3, 9)], "dv has shape"),
-        ([torch.empty(2, 7, 3, 8, dtype=torch.float64)] * 3, "dq has dtype"),
-        ([torch.empty(2, 7, 1, 8).expand(2, 7, 3, 8)] * 3, "dq has shape .*, so that elements share memory"),
-        ([torch.empty(2, 7, 3, 8, requires_grad=True)] * 3, "dq requires a gradient"),
-        (["x"] * 3, r"into\[0\] is a str; accepted: a torch.Tensor"),
-    ],
-)
-def test_a_wrong_tensor_is_refused(into, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        call(into=into)
+NEW = torch.empty(2, 7, 3, 8)
+
+
+@refusals.each("""
+call(into=NEW) -> TypeError: into is a Tensor; accepted: a list or a tuple of tensors
+call(into=[NEW] * 2) -> TypeError: into has 2 tensors; accepted: 3, one for each of
+call(into=[NEW, NEW.clone(), torch.empty(2, 7, 3, 9)]) -> ValueError: dv has shape
+call(into=[NEW.double()] * 3) -> ValueError: dq has dtype
+call(into=[NEW[:, :, :1].expand(2, 7, 3, 8)] * 3) -> ValueError: dq has shape ..., so that elements share memory
+call(into=[torch.empty(2, 7, 3, 8, requires_grad=True)] * 3) -> ValueError: dq requires a gradient
+call(into=["x"] * 3) -> TypeError: into[0] is a str; accepted: a torch.Tensor
+""")
+def test_a_wrong_tensor_is_refused(call, sentence):
+    refusals.check(call, sentence, globals())

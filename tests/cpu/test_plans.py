@@ -208,25 +208,32 @@ def test_what_functions_read_is_compared():
     assert attend(made(2.0, torch.ones(1).double())) == 3.0 and len(runs) == 5
 
 
+DOORS = {
+    "attention": attention,
+    "flash_attn": flash_attn.flash_attn_func,
+    "flex": flex.flex_attention,
+    "transformers": lambda *x: transformers.attention_forward(torch.nn.Module(), *x, None),
+}
+
+
+def given_to(door, q, k, v):
+    """A door's tensors, of rows before heads."""
+    return [x.transpose(1, 2) if door in ("flex", "transformers") else x for x in (q, k, v)]
+
+
 @pytest.mark.parametrize("door", ["attention", "flash_attn", "flex"])
 def test_the_precision_of_fp32_is_that_of_each_call(door, monkeypatch):
     """At the outermost door as well, whose arguments do not name it."""
     launched = []
     machine.gpu(monkeypatch, lambda kernel, target: lambda given: launched.append(kernel.traits.precision))
-    q = torch.randn(2, 64, 4, 64)
-    flags, heads_first = torch.backends.cuda.matmul, q.transpose(1, 2)
-    call = {
-        "attention": lambda: attention(q, q, q),
-        "flash_attn": lambda: flash_attn.flash_attn_func(q, q, q),
-        "flex": lambda: flex.flex_attention(heads_first, heads_first, heads_first),
-    }[door]
+    given, flags = given_to(door, *[torch.randn(2, 64, 4, 64)] * 3), torch.backends.cuda.matmul
     before = flags.allow_tf32
     try:
         for allowed in (False, True, False):
             flags.allow_tf32 = allowed
             for _ in range(4):
                 launched.clear()
-                call()
+                DOORS[door](*given)
                 assert set(launched) == {"tf32" if allowed else ""}
     finally:
         flags.allow_tf32 = before
@@ -288,17 +295,9 @@ def test_a_record_without_gradients_of_a_given_output(launches):
     assert len(launches) == 6
 
 
-@pytest.mark.parametrize("door", ["attention", "flash_attn", "flex", "transformers"])
+@pytest.mark.parametrize("door", DOORS)
 def test_a_tangent_is_followed_after_a_record(door, launches):
-    q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    layer = torch.nn.Module()
-    call, given = {
-        "attention": (attention, [q, k, v]),
-        "flash_attn": (flash_attn.flash_attn_func, [q, k, v]),
-        "flex": (flex.flex_attention, heads_first),
-        "transformers": (lambda *x: transformers.attention_forward(layer, *x, None), heads_first),
-    }[door]
+    call, given = DOORS[door], given_to(door, *(randn(2, 128, 4, 64) for _ in range(3)))
     for _ in range(3):
         call(*given)
     assert len(launches) == 3

@@ -10,7 +10,7 @@ import torch
 import tvm_ffi
 
 from cute_attn.compiler import registry
-from cute_attn.host import record
+from cute_attn.host import record, slots
 from cute_attn.host.padding import Copies
 from cute_attn.host.record import Recording
 from cute_attn.traits import Traits
@@ -79,6 +79,16 @@ def check(found, x, y):
     torch.testing.assert_close(found[1], 2 * x)
 
 
+def steps_of(run, expected):
+    """How many of three calls ran step by step; all have the results that are expected of their inputs."""
+    calls = Calls(run)
+    for seed in range(3):
+        x, y = inputs(seed)
+        for found, right in zip(calls(x, y), expected(*inputs(seed)), strict=True):
+            torch.testing.assert_close(found, right)
+    return calls.in_steps
+
+
 def test_a_repeated_call_follows_the_record():
     calls = Calls()
     kept = [(calls(*inputs(seed)), *inputs(seed)) for seed in range(4)]
@@ -99,16 +109,12 @@ def test_parts_of_one_allocation_are_results():
         whole = record.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
         record.launch(scale_and_add, x, (y.t(), 1.0), whole[0], (1.0,))
         record.launch(scale_and_add, x, (y.t(), 2.0), whole[1], (1.0,))
-        return whole[1], None, whole[0]
+        return whole[1], 7, whole[0]
 
+    assert steps_of(parts, lambda x, y: (x + 2 * y.t(), 7, x + y.t())) == 1
     calls = Calls(parts)
-    for seed in range(3):
-        x, y = inputs(seed)
-        second, nothing, first = calls(x, y)
-        torch.testing.assert_close(first, x + y.t())
-        torch.testing.assert_close(second, x + 2 * y.t())
-        assert nothing is None and first.data_ptr() + 80 == second.data_ptr()
-    assert calls.in_steps == 1
+    second, _, first = [calls(*inputs(seed)) for seed in range(2)][1]
+    assert first.data_ptr() + 80 == second.data_ptr()
 
 
 def test_views_of_an_input_follow_it():
@@ -117,11 +123,7 @@ def test_views_of_an_input_follow_it():
         record.launch(scale_and_add, x[1:], (None, 0.0), out, (1.0,))
         return (out,)
 
-    calls = Calls(later_rows)
-    for seed in range(3):
-        x, y = inputs(seed)
-        assert torch.equal(calls(x, y)[0], x[1:])
-    assert calls.in_steps == 1
+    assert steps_of(later_rows, lambda x, y: (x[1:],)) == 1
 
 
 def test_padded_copies_are_part_of_a_record():
@@ -263,12 +265,7 @@ def test_what_a_record_would_lack_runs_in_steps(kind):
             return (y.t().copy_(out),)
         return (out.clone() if kind == "copied result" else out,)
 
-    calls = Calls(odd)
-    for seed in range(3):
-        x, y = inputs(seed)
-        expected = 2 * x + 3 * y.t()
-        torch.testing.assert_close(calls(x, y)[0], expected)
-    assert calls.in_steps == 3
+    assert steps_of(odd, lambda x, y: (2 * x + 3 * y.t(),)) == 3
 
 
 def test_a_call_unlike_others_leaves_the_record_to_another():
@@ -353,13 +350,7 @@ def test_what_torch_writes_is_part_of_a_record():
         record.step(lambda parts, out: torch.sum(parts, 0, out=out.t()), whole, out)
         return out, 7
 
-    calls = Calls(run)
-    for seed in range(3):
-        x, y = inputs(seed)
-        found, number = calls(x, y)
-        torch.testing.assert_close(found.t(), 2 * x + 3 * y.t() + 1)
-        assert number == 7
-    assert calls.in_steps == 1
+    assert steps_of(run, lambda x, y: ((2 * x + 3 * y.t() + 1).t(), 7)) == 1
 
 
 def test_what_a_call_draws_is_drawn_again():
@@ -402,11 +393,7 @@ def test_what_changes_a_given_tensor_unseen_is_no_record():
         y.add_(1.0)
         return call(x, y)
 
-    calls = Calls(run)
-    for seed in range(3):
-        x, y = inputs(seed)
-        check(calls(x, y), x, y)
-    assert calls.in_steps == 3
+    assert steps_of(run, lambda x, y: ((2 * x + 3 * (y + 1).t()).t(), 2 * x)) == 3
 
 
 @pytest.mark.parametrize("in_a_list", [False, True])
@@ -433,7 +420,52 @@ def test_counts_are_those_of_each_call():
         served.add("door")
         return call(x, y)
 
-    calls = Calls(run)
-    for seed in range(3):
-        calls(*inputs(seed))
-    assert served == {("door", ""): 3} and calls.in_steps == 1
+    assert steps_of(run, call) == 1 and served == {("door", ""): 3}
+
+
+# ---- arguments that are made once ----
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((3,), (1,)), ((2, 5, 4), (40, 8, 1)), ((2, 4, 5), (40, 1, 8)), ((2, 6), (0, 1))]
+)
+def test_a_slot_shows_the_memory_at_its_address(shape, strides, dtype):
+    one = slots.slot(shape, strides, dtype, CPU)
+    for start in (0, 100):
+        memory = torch.arange(start, start + 100).to(dtype)
+        one.address.value = memory.data_ptr()
+        seen = torch.from_dlpack(one.tensor)
+        assert seen.dtype == dtype and (seen.shape, seen.stride()) == (shape, strides)
+        assert torch.equal(seen, memory.as_strided(shape, strides))
+
+
+def test_a_slot_on_a_gpu():
+    one = slots.slot((2, 8), (8, 1), torch.bfloat16, torch.device("cuda", 3))
+    assert one.tensor.__dlpack_device__() == (2, 3)
+
+
+def test_an_array_keeps_its_slots_tensors():
+    one = slots.slot((2,), (1,), torch.int64, CPU)
+    found = slots.array((None, 3, 0.5, (one.tensor, ())))
+    address = one.address
+    assert [found[0], found[1], found[2]] == [None, 3, 0.5] and len(found[3][1]) == 0
+    assert list(slots.array(found)[:3]) == [None, 3, 0.5]
+    memory = torch.tensor([5, 6])
+    address.value = memory.data_ptr()
+    del one
+    gc.collect()
+    assert torch.from_dlpack(found[3][0]).tolist() == [5, 6]
+
+
+def test_which_functions_take_slots():
+    assert slots.takes_slots(tvm_ffi.convert(lambda: None))
+    assert not slots.takes_slots(print) and not slots.takes_slots(None)
+
+
+def test_another_layout_of_tvm_ffis_tensors_is_refused(monkeypatch):
+    monkeypatch.setattr(slots, "_HEADER_BYTES", slots._HEADER_BYTES + 8)
+    with pytest.raises(RuntimeError, match="keeps a tensor's address elsewhere"):
+        slots.slot((1,), (1,), torch.int64, CPU)

@@ -11,6 +11,7 @@ from cute_attn import reference
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreCoords, definition
 from tests.curand import keep_mask, philox
+from tests.tensors import score_coords
 
 F64 = torch.float64
 
@@ -31,19 +32,9 @@ def attend(q, k, v, scale, lengths=FULL_LENGTHS, *, mask="", dropout="", epilogu
     return out, lse, p
 
 
-def coords(batch: int, nheads: int, seqlen_q: int, seqlen_k: int) -> ScoreCoords:
-    return ScoreCoords(
-        batch=torch.arange(batch).view(-1, 1, 1, 1),
-        head=torch.arange(nheads).view(1, -1, 1, 1),
-        query=torch.arange(seqlen_q).view(1, 1, -1, 1),
-        key=torch.arange(seqlen_k).view(1, 1, 1, -1),
-        nheads=nheads,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        max_seqlen_q=seqlen_q,
-        max_seqlen_k=seqlen_k,
-        top_left=False,
-    )
+def coords(*sizes: int) -> ScoreCoords:
+    """Of all scores of (batch, nheads, seqlen_q, seqlen_k)."""
+    return score_coords([torch.arange(n) for n in sizes], sizes[1], sizes[2:])
 
 
 def test_user_epilogue_comes_after_the_bias_and_before_the_mask():

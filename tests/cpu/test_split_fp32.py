@@ -3,7 +3,7 @@
 import cutlass
 import numpy as np
 import pytest
-from cutlass import Float16, Float32, Int32, Int64, cute
+from cutlass import Constexpr, Float16, Float32, Int32, Int64, cute
 
 from cute_attn.device.row_places import RowPlaces
 from cute_attn.device.split_rows import split_tile
@@ -31,7 +31,7 @@ EXPONENT = 11
 
 
 @cute.jit
-def write_numbers(out: cute.Tensor, count: cutlass.Constexpr):
+def write_numbers(out: cute.Tensor, count: Constexpr):
     """fp32 numbers of 2^-4 to 2^4, with either sign."""
     words = cute.make_tensor(out.iterator, cute.make_layout(count))
     for i in cutlass.range(count):
@@ -42,7 +42,7 @@ def write_numbers(out: cute.Tensor, count: cutlass.Constexpr):
 
 
 @cute.jit
-def write_parts(shape: cutlass.Constexpr, kernel: cutlass.Constexpr, out: cute.Tensor):
+def write_parts(shape: Constexpr, kernel: Constexpr, out: cute.Tensor):
     """Rows of arbitrary numbers at the start of ``out``, then their terms, by all threads of all CTAs."""
     *outer, dim = shape
     steps, step = [], dim
@@ -86,10 +86,10 @@ def test_parts_of_all_rows(shape, count):
 
 @cute.jit
 def write_tile(
-    size: cutlass.Constexpr,
-    dim: cutlass.Constexpr,
-    first_row: cutlass.Constexpr,
-    kernel: cutlass.Constexpr,
+    size: Constexpr,
+    dim: Constexpr,
+    first_row: Constexpr,
+    kernel: Constexpr,
     out: cute.Tensor,
 ):
     """``size`` rows of arbitrary numbers at the start of ``out``, every second one of a tensor; then terms of a tile of

@@ -7,7 +7,7 @@ kernels, which run in tests/gpu.
 import cutlass
 import numpy as np
 import pytest
-from cutlass import Float16, Float32, Int32, TFloat32, cute
+from cutlass import Constexpr, Float16, Float32, Int32, TFloat32, cute
 
 from cute_attn.device.terms import (
     MOST_GRADIENT_SCALE,
@@ -43,7 +43,7 @@ RULES = [
 
 
 @cute.jit
-def write_rule(largest: Int32, smallest: Int32, count: cutlass.Constexpr, out: cute.Tensor):
+def write_rule(largest: Int32, smallest: Int32, count: Constexpr, out: cute.Tensor):
     out[0] = Int32(fits(largest, smallest, count))
     out[1] = scale_exponent(largest)
     out[2] = power_of_two(-scale_exponent(largest)).bitcast(Int32)
@@ -73,7 +73,7 @@ PRODUCTS = [
 
 
 @cute.jit
-def write_products(v: cutlass.Constexpr, do: cutlass.Constexpr, count: cutlass.Constexpr, out: cute.Tensor):
+def write_products(v: Constexpr, do: Constexpr, count: Constexpr, out: cute.Tensor):
     v, do = (tuple(Int32(x) for x in magnitudes) for magnitudes in (v, do))
     out[0] = Int32(products_fit(v, do, count))
 
@@ -92,7 +92,7 @@ def test_which_score_gradients_fit(count):
 
 
 @cute.jit
-def write_scales(largest: cutlass.Constexpr, out: cute.Tensor):
+def write_scales(largest: Constexpr, out: cute.Tensor):
     for i in cutlass.range_constexpr(len(largest)):
         scale, inverse = scale_of(Int32(largest[i]))
         out[i, 0], out[i, 1] = scale.bitcast(Int32), inverse.bitcast(Int32)
@@ -116,7 +116,7 @@ FACTOR = 2.0**P_EXPONENT
 
 
 @cute.jit
-def write_terms(dtype: cutlass.Constexpr, count: cutlass.Constexpr, out: cute.Tensor):
+def write_terms(dtype: Constexpr, count: Constexpr, out: cute.Tensor):
     """out[i] = bits of a number of 2^-33 to 2, and of its terms in fp32."""
     words = cute.make_rmem_tensor(8, Float32)
     for first in cutlass.range(0, cute.size(out.shape[0]), 8):

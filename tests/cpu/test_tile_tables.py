@@ -83,16 +83,21 @@ def as_built(row: Row, traits: Traits, target: str) -> Tile:
     return first_that_fits(tiles, traits, target)
 
 
+def built_of(row: Row) -> tuple[Traits, str, int, int, int]:
+    """Of what was built: traits, target, registers, shared memory and spills."""
+    name, target, *numbers = BUILT.fullmatch(row.built).groups()
+    if "relative_position" in name:
+        load("custom_epilogue")
+    return Traits.parse(name), target, *map(int, numbers)
+
+
 @pytest.mark.parametrize("built", BUILT_ROWS, ids=named)
 def test_what_was_built_is_a_kernel_of_its_tile(built):
     _, row = built
-    found = BUILT.fullmatch(row.built)
-    if "relative_position" in found[1]:
-        load("custom_epilogue")
-    traits = Traits.parse(found[1])
-    tile = as_built(row, traits, found[2])
-    assert tile.reject(traits, found[2]) is None
-    assert int(found[4]) <= tile.smem_bytes(traits) and int(found[3]) <= REGISTERS_PER_THREAD
+    traits, target, registers, smem_bytes, _ = built_of(row)
+    tile = as_built(row, traits, target)
+    assert tile.reject(traits, target) is None
+    assert smem_bytes <= tile.smem_bytes(traits) and registers <= REGISTERS_PER_THREAD
 
 
 def pytest_generate_tests(metafunc):
@@ -110,13 +115,10 @@ def pytest_generate_tests(metafunc):
 def test_a_built_row_has_its_registers(rebuilt):
     """The first of each kernel that has no user's function."""
     kernel, row = rebuilt
-    found = BUILT.fullmatch(row.built)
-    if "relative_position" in found[1]:
-        load("custom_epilogue")
-    traits = Traits.parse(found[1])
-    used = compile(traits, as_built(row, traits, found[2]), found[2]).resources
-    assert (used.registers, used.shared_memory_bytes) == (int(found[3]), int(found[4]))
-    assert used.spill_store_bytes == int(found[5]) == SPILL.get(f"{kernel}/{row.name}", 0)
+    traits, target, registers, smem_bytes, spills = built_of(row)
+    used = compile(traits, as_built(row, traits, target), target).resources
+    assert (used.registers, used.shared_memory_bytes) == (registers, smem_bytes)
+    assert used.spill_store_bytes == spills == SPILL.get(f"{kernel}/{row.name}", 0)
 
 
 def test_rows_for_listed_blocks_divide_them():

@@ -19,7 +19,7 @@ from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.rows.tma_bias import ROW_COLS, ROWS, lane_address, lane_address_transposed
 from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile, padded
 from cute_attn.traits import Traits
-from tests import refusals
+from layouts import model
 
 TRAITS = Traits("forward", "sm90", "bf16", 64, bias="bf16")
 TMA_TILE = ForwardSm90Tile(192, 96, bias_stages=2, speculative=True)
@@ -116,27 +116,6 @@ def test_plans_of_aligned_and_other_addresses_differ():
     assert keys[0] == keys[2] != keys[1] == keys[3]
 
 
-REJECTED = """
-replace(TMA_TILE, bias_stages=-1).reject(TRAITS, "sm90")
-    -> bias_stages is -1; accepted: 0, or more with a bias of 16 bits
-TMA_TILE.reject(replace(TRAITS, bias="fp32"), "sm90") -> bias_stages is 2; accepted: 0, or more with a bias of 16 bits
-TMA_TILE.reject(replace(TRAITS, bias=""), "sm90") -> bias_stages is 2; accepted
-replace(TMA_TILE, bias_stages=5).reject(TRAITS, "sm90") -> need ... bytes of shared memory
-ForwardSm90Tile(64, 16, 16).reject(replace(TRAITS, head_dim=32, head_dim_v=32), "sm90")
-    -> num_stages is 16; accepted: stages whose barriers fit
-BackwardSm90Tile(bias_stages=1).reject(BACKWARD, "sm90") -> bias_stages is 1; accepted: 0, or num_stages_q, which is 2
-BackwardSm90Tile(bias_stages=2).reject(replace(BACKWARD, bias="fp32"), "sm90")
-    -> bias_stages is 2; accepted: 0, or with a bias of 16 bits
-BackwardSm90Tile(64, 64, p_in_smem=True, bias_stages=2).reject(BACKWARD, "sm90")
-    -> bias_stages is 2; accepted: 0, or with ... p_in_smem=false
-"""
-
-
-@refusals.each(REJECTED)
-def test_a_tile_that_cannot_load_the_bias_by_tma_is_rejected(call, sentence):
-    refusals.check_reason(call, sentence, globals())
-
-
 def test_shared_memory_and_registers_of_a_tma_bias():
     without = replace(TMA_TILE, bias_stages=0)
     assert TMA_TILE.smem_bytes(TRAITS) - without.smem_bytes(TRAITS) == 2 * 2 * 192 * 96
@@ -171,11 +150,7 @@ def test_lane_addresses_of_rows_match_tmas_layout(cols):
             if found != expected:
                 wrong.append((lane, first))
 
-    @cute.jit
-    def trace():
-        compare()
-
-    cute.compile[cute.GPUArch("sm_90a")](trace)
+    model.trace(compare)
     assert not wrong
 
 
@@ -193,11 +168,7 @@ def test_lane_addresses_of_queries_match_tmas_layout(queries, groups):
             if lane_address_transposed(0, thread, queries) + 2 * ROW_COLS * first != expected:
                 wrong.append((thread, first))
 
-    @cute.jit
-    def trace():
-        compare()
-
-    cute.compile[cute.GPUArch("sm_90a")](trace)
+    model.trace(compare)
     assert not wrong
 
 

@@ -6,37 +6,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_attn.compiler import registry
-from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, PARTS, Traits
+from cute_attn.traits import ARCHS, BIAS_DTYPES, DROPOUTS, DTYPES, MASKS, PARTS, SINK_DTYPES, Traits
 from tests import refusals
 
 dims = st.integers(1, 32).map(lambda n: 8 * n)
 flags = st.booleans()
 
 
-@st.composite
-def backwards(draw):
-    bias = draw(st.sampled_from(("", *BIAS_DTYPES)))
-    return Traits(
-        "backward",
-        draw(st.sampled_from(ARCHS)),
-        draw(st.sampled_from(DTYPES)),
-        draw(dims),
-        draw(dims),
-        mask=draw(st.sampled_from(("", *MASKS))),
-        softcap=draw(flags),
-        alibi=draw(flags),
-        bias=bias,
-        epilogues=draw(st.sampled_from(((), ("mine",)))),
-        dropout=draw(st.sampled_from(("", *DROPOUTS))),
-        varlen=draw(flags),
-        seqused_q=draw(flags),
-        seqused_k=draw(flags),
-        bias_grad=draw(flags) if bias else False,
-        variant=draw(st.sampled_from(("", "wider"))),
-    )
+def traits_of(op, **more):
+    """Traits of an operation with any features."""
+    named = {
+        "arch": ARCHS,
+        "dtype": DTYPES,
+        "variant": ("", "wider"),
+        "epilogues": ((), ("mine",), ("mine", "yours_2")),
+    }
+    named |= {"mask": ("", *MASKS), "bias": ("", *BIAS_DTYPES), "dropout": ("", *DROPOUTS)}
+    fields = {name: st.sampled_from(values) for name, values in named.items()}
+    fields |= dict.fromkeys(("softcap", "alibi", "varlen", "seqused_q", "seqused_k"), flags)
+    return st.builds(Traits, op=st.just(op), head_dim=dims, head_dim_v=dims, **fields | more)
 
 
-@given(backwards(), st.sampled_from(PARTS), flags)
+forwards = traits_of("forward", sinks=st.sampled_from(("", *SINK_DTYPES)))
+backwards = st.builds(
+    lambda x, flag: replace(x, bias_grad=flag and x.bias != ""), traits_of("backward"), flags
+)
+
+
+@given(forwards)
+def test_a_name_parses_back(traits):
+    assert Traits.parse(traits.name) == traits
+    assert str(traits) == traits.name
+
+
+@given(backwards, st.sampled_from(PARTS), flags)
 def test_names_of_a_backward_and_its_parts_parse_back(traits, op, lse_grad):
     assert Traits.parse(traits.name) == traits
     part = traits.part(op, lse_grad=lse_grad and op == "backward_preprocess")

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.forward_sm80.kernel import TILES_OF_A_SECTION
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
+from cute_attn.work.key_tiles import L2_SECTION_BYTES as KEY_SECTION_BYTES
 from cute_attn.work.key_tiles import BackwardSchedule, HeadSplits, KeyTileOrder
 from cute_attn.work.query_tiles import L2_SECTION_BYTES, QueryGrid, QueryTileOrder
 from tests.tensors import dynamic, int32
+from tests.tensors import run as run_once
 
 MAX_TILES = 3000
 MULTIPROCESSORS = (132, 114, 78)
@@ -70,6 +72,11 @@ class Problem:
         return int32(*[*itertools.accumulate(lengths, initial=self.before)]) if self.packed else None
 
 
+def write_tile(tile, out):
+    out[0], out[1], out[2] = tile.batch, tile.head, tile.row0
+    out[3], out[4] = tile.head_kv, Int32(tile.exists)
+
+
 @cute.jit
 def _query_tiles(
     mQ: cute.Tensor,
@@ -87,9 +94,7 @@ def _query_tiles(
     out[0, 0], out[0, 1] = order.total, order.planes.divisor
     out[0, 2], out[0, 3] = order.last_planes.divisor, order.last_section
     for i in cutlass.range(cutlass.min(order.total, out.shape[0] - 1), unroll=1):
-        tile = order.tile(i, seqlens)
-        out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = tile.batch, tile.head, tile.row0
-        out[i + 1, 3], out[i + 1, 4] = tile.head_kv, Int32(tile.exists)
+        write_tile(order.tile(i, seqlens), out[i + 1, None])
 
 
 @cute.jit
@@ -113,9 +118,7 @@ def _query_grid(
         out[0, 3] = sections.last
     out[0, 0] = grid.tiles(batch)
     for i in cutlass.range(out[0, 0], unroll=1):
-        tile = _tile_of_cta(grid, i, seqlens, sizes[3])
-        out[i + 1, 0], out[i + 1, 1], out[i + 1, 2] = tile.batch, tile.head, tile.row0
-        out[i + 1, 3], out[i + 1, 4] = tile.head_kv, Int32(tile.exists)
+        write_tile(_tile_of_cta(grid, i, seqlens, sizes[3]), out[i + 1, None])
 
 
 def _tile_of_cta(grid, index, seqlens, tile_m):
@@ -131,12 +134,13 @@ def _key_blocks(
     sizes: cute.Tensor,
     out: cute.Tensor,
     longest_first: Constexpr,
+    in_order: Constexpr,
 ):
     """out[0] = (blocks of threads, columns of a section, of the last one, the last section); then what each has."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, sizes[0], sizes[1])
     schedule = BackwardSchedule(sizes[2], Int64(0), sizes, sizes[3])
     head_bytes = Int64(sizes[0]) * sizes[4]
-    order = KeyTileOrder.make(seqlens, mK, schedule, head_bytes, sizes[5], longest_first)
+    order = KeyTileOrder.make(seqlens, mK, schedule, head_bytes, sizes[5], longest_first, in_order)
     out[0, 0] = order.blocks
     if cutlass.const_expr(longest_first):
         sections = order.sections
@@ -190,18 +194,18 @@ def query_grid(problem, tile_m, longest_first=False, key_bytes=512, heads=1, few
     return run(_query_grid, tensors, (*problem.longest, key_bytes, tile_m, fewest), longest_first, heads)
 
 
-def key_blocks(problem, tile_n, splits, longest_first, multiprocessors, head_dim=128):
-    """[(batch, kv head, first key block)] of each block of threads."""
+def key_blocks(problem, tile_n, splits, longest_first, multiprocessors, query_bytes=512, in_order=False):
+    """[(batch, kv head, first key block)] of each block of threads. query_bytes: of a query's dQ."""
     tensors = (problem.tensor("k"), problem.cu_seqlens("k"))
-    sizes = (*problem.longest, splits, multiprocessors, 4 * head_dim, tile_n)
-    return [tuple(row[:3]) for row in run(_key_blocks, tensors, sizes, longest_first)[1]]
+    sizes = (*problem.longest, splits, multiprocessors, query_bytes, tile_n)
+    return [tuple(row[:3]) for row in run(_key_blocks, tensors, sizes, longest_first, in_order)[1]]
 
 
 # ---- every work tile once ----
 
 
 @st.composite
-def problems(draw, most_tiles=500, longest=900):
+def problems(draw, longest=900):
     """Batches, or packed sequences of any lengths with any rows around them."""
     packed = draw(st.booleans())
     group, nheads_kv = draw(st.sampled_from((1, 2, 3, 4, 7, 8))), draw(st.integers(1, 5))
@@ -215,6 +219,18 @@ def problems(draw, most_tiles=500, longest=900):
     return Problem(*lengths, group * nheads_kv, nheads_kv, packed, *around, used)
 
 
+def query_blocks(problem, lengths, queries, heads):
+    """Sorted [(batch, head, row0, head_kv)] of blocks of so many queries of packs of heads, of sequences' lengths."""
+    group = problem.nheads // problem.nheads_kv
+    return [
+        (batch, head, row0, head // group)
+        for batch, length in enumerate(lengths)
+        for first in range(0, problem.nheads, group)
+        for head in range(first, first + group, heads)
+        for row0 in range(0, length, queries)
+    ]
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_every_query_block_once(data):
@@ -226,15 +242,8 @@ def test_every_query_block_once(data):
     (total, *_), found = query_tiles(problem, queries, heads, longest_first, key_bytes)
     assert len(found) == total
     group = problem.nheads // problem.nheads_kv
-    expected = [
-        (batch, head, row0, head // group)
-        for batch, length in enumerate(problem.existing)
-        for first in range(0, problem.nheads, group)
-        for head in range(first, first + group, heads)
-        for row0 in range(0, length, queries)
-    ]
     real = [tuple(tile[:4]) for tile in found if tile[4]]
-    assert sorted(real) == expected
+    assert sorted(real) == query_blocks(problem, problem.existing, queries, heads)
     if problem.packed or not longest_first:  # a head's blocks follow each other, the last one first
         keys = (1, 0) if problem.packed else (0, 1)
         assert real == sorted(real, key=lambda x: (*(x[i] for i in keys), -x[2]))
@@ -255,13 +264,7 @@ def test_every_cta_of_a_grid_has_a_query_block_of_its_own(problem, chosen):
     (total, together, _, _), found = query_grid(problem, tile_m, longest_first, key_bytes, heads, fewest)
     real = [tuple(tile[:4]) for tile in found if tile[4]]
     group = problem.nheads // problem.nheads_kv
-    assert sorted(real) == [
-        (batch, head, row0, head // group)
-        for batch, length in enumerate(problem.lengths_q)
-        for first in range(0, problem.nheads, group)
-        for head in range(first, first + group, heads)
-        for row0 in range(0, length, tile_m)
-    ]
+    assert sorted(real) == query_blocks(problem, problem.lengths_q, tile_m, heads)
     if not longest_first:
         assert real == sorted(real, key=lambda x: (x[0], x[1], -x[2]))
         return
@@ -305,18 +308,76 @@ def test_a_section_keeps_groups_together_and_goes_from_the_last_query_block_down
         assert rows == sorted(rows, reverse=True)
 
 
-@functools.cache
-def compiled_head_splits():
-    return cute.compile(
-        _head_splits, *(dynamic(torch.empty(1, 1, 1)) for _ in range(3)), dynamic(int32(*[[0]]))
-    )
+def of_keys(lengths, heads, splits, together, longest_first, multiprocessors=10_000, **how):
+    """Key blocks of 64 of sequences of one query each, with the dQ of ``together`` heads in L2."""
+    problem = Problem((1,) * len(lengths), tuple(lengths), heads, heads, **how.pop("packed", {}))
+    query_bytes = KEY_SECTION_BYTES // together
+    return key_blocks(problem, 64, splits, longest_first, multiprocessors, query_bytes, **how)
+
+
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize(
+    ("splits", "heads", "batch", "together"),
+    [(5, 3, 2, 4), (1, 1, 1, 1), (7, 2, 3, 100), (3, 4, 2, 2), (2, 5, 1, 1), (64, 2, 2, 8), (4, 16, 32, 128)],
+)
+def test_every_key_block_once_and_the_longest_first(splits, heads, batch, together, longest_first):
+    given = ((splits * 64,) * batch, heads, splits, together, longest_first)
+    found, ordered = of_keys(*given), of_keys(*given, in_order=True)
+    assert sorted(found) == list(itertools.product(range(batch), range(heads), range(splits)))
+    assert sorted(ordered) == sorted(found)
+    for plane in itertools.product(range(batch), range(heads)):
+        assert [first for *own, first in ordered if tuple(own) == plane] == [*range(splits)][::-1]
+    if longest_first:
+        sections = -(-batch * heads // together)
+        size = -(-batch * heads // sections) * splits  # sections are of equal size, except the last
+        for start in range(0, len(found), size):
+            firsts = [first for *_, first in found[start : start + size]]
+            assert firsts == sorted(firsts)
+    else:
+        assert found == sorted(found)
+
+
+def test_a_few_concurrent_ctas_read_the_same_queries():
+    """20 heads in sections of equal size, of at most a quarter of 24 multiprocessors, however small dQ is."""
+    found = of_keys((4 * 64,) * 2, 10, 4, 1000, True, multiprocessors=24)
+    sections = [found[start : start + 5 * 4] for start in range(0, len(found), 5 * 4)]
+    assert [len({x[:2] for x in section}) for section in sections] == [5, 5, 5, 5]
+    assert all([x[2] for x in section] == sorted(x[2] for x in section) for section in sections)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.integers(0, 500), min_size=1, max_size=9),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from((1, 2, 8)),
+)
+def test_every_varlen_key_block_once(lengths, before, behind, heads, together, longest_first, splits):
+    """With 8 ``splits``, one CTA per key block, the grid does not grow with the longest sequence."""
+    packed = {"packed": True, "before": before, "behind": behind}
+    found = of_keys(lengths, heads, splits, together, longest_first, packed=packed)
+    expected = {
+        (b, head, first)
+        for b, length in enumerate(lengths)
+        for head in range(heads)
+        for first in range(min(splits, -(-length // 64)))
+    }
+    real = [x for x in found if x in expected]
+    assert len(real) == len(expected) and set(real) == expected
+    assert all(x[2] * 64 >= lengths[x[0]] for x in found if x not in expected)
+    assert len(found) <= heads * len(lengths) * splits
+    if splits == 8:
+        assert len(found) <= heads * ((before + sum(lengths) + behind) // 64 + len(lengths))
 
 
 def query_heads(group, nheads_kv, splits):
     """[(kv head, first query head, end)] of each head of dK and dV."""
     out = torch.full((nheads_kv * splits, 3), -1, dtype=torch.int32)
     sizes = (group * nheads_kv, nheads_kv, nheads_kv * splits)
-    compiled_head_splits()(*(dynamic(torch.empty(1, n, 1)) for n in sizes), dynamic(out))
+    run_once(_head_splits, *(torch.empty(1, n, 1) for n in sizes), out)
     return out.tolist()
 
 
@@ -360,7 +421,7 @@ def test_huge_stated_lengths_leave_a_section_one_column(longest, packed):
     """Of key blocks, with a split for each that the stated length has, as without the deterministic mode."""
     keys, starts = (torch.empty(40, 2, 1), int32(0, 7, 7, 40)) if packed else (torch.empty(3, 1, 2, 1), None)
     sizes = (longest, longest, -(-longest // 128), 132, 512, 128)
-    (blocks, columns, last, sections), _ = run(_key_blocks, (keys, starts), sizes, True, most=100)
+    (blocks, columns, last, sections), _ = run(_key_blocks, (keys, starts), sizes, True, False, most=100)
     assert (columns, last, sections) == (1, 1, 1 if packed else 5)
     # A packed grid follows the rows that there are, up to lengths that no call may state.
     assert blocks == (2 * 3 if packed else 6 * sizes[2]) or longest > 2**30
