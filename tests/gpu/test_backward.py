@@ -261,19 +261,6 @@ def test_deterministic_gradients(case, arch):
     check_case(case, kernel=arch, deterministic=True)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", [BY_NAME["bias-over-b"]], ids=lambda case: case.name)
-def test_torchs_deterministic_switch(case, arch):
-    problem, start, _, _ = prepared(case)
-    expected = problem.gradients(start, kernel=arch, deterministic=True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        actual = problem.gradients(start, kernel=arch)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
 # ---- agreement ----
 
 
@@ -481,29 +468,6 @@ def test_the_operator_passes_opcheck(tensors, monkeypatch):
         out, lse, _ = torch.ops.cute_attn.forward.default(*detached)
         needed = [True, True, True, extra[0] is not None, extra[1] is not None]
         torch.library.opcheck(torch.ops.cute_attn.backward.default, (out, lse, out, lse, needed, *detached))
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_into_one_graph(tensors, dynamic):
-    torch.compiler.reset()
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 50, 113], [0, 103, 203]))
-    state = torch.tensor([1, 2], device="cuda")
-    bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-
-    def f(q, k, v, bias):
-        batched = attention(
-            q, k, v, bias=bias, causal=True, dropout_p=0.1, rng_state=state, deterministic=True
-        )
-        packed, lse = attention_varlen(
-            q[0], k[0], v[0], cu_q, cu_k, 63, 103, window=(20, 0), return_lse=True, deterministic=True
-        )
-        return batched.float().square().sum() + packed.float().sin().sum() + lse.cos().sum()
-
-    inputs = (*tensors, bias)
-    expected = torch.autograd.grad(f(*inputs), inputs)
-    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for a, b in zip(torch.autograd.grad(compiled(*inputs), inputs), expected, strict=True):
-        torch.testing.assert_close(a, b, atol=0.01, rtol=0.01)
 
 
 def test_a_replayed_graph_uses_one_new_mask_in_forward_and_backward(tensors):

@@ -110,34 +110,6 @@ def test_pytorchs_function_is_served(activated: None, compiled: bool) -> None:
         torch.testing.assert_close(ours.float(), one.float(), atol=1e-1, rtol=5e-2)
 
 
-@pytest.mark.parametrize(
-    ("score_mod", "head_dim", "reason"),
-    [
-        (alibi, 64, ""),
-        (lambda s, b, h, i, j: torch.lgamma(s.abs() + 1), 64, "score_mod uses lgamma"),
-        (alibi, 640, "q has head_dim 640"),
-    ],
-    ids=["served", "operation", "head_dim"],
-)
-def test_a_graph_has_our_operator_or_pytorchs(
-    activated: None, score_mod: Any, head_dim: int, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What no kernel supports is known while the graph is made. It is not run: PyTorch may not support it either."""
-    torch.compiler.reset()
-    monkeypatch.setattr(doors, "_warned", {overrides.NAME})
-    graphs: list[torch.fx.GraphModule] = []
-    x = [torch.randn(2, NHEADS, SEQLEN, head_dim, device="cuda").bfloat16() for _ in range(3)]
-
-    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return lambda *given: (x[0],)
-
-    torch.compile(lambda *given: pytorch.flex_attention(*given, score_mod), backend=keep, fullgraph=True)(*x)
-    targets = {str(node.target) for node in graphs[0].graph.nodes}
-    assert ("cute_attn.forward.default" in targets, "flex_attention" in targets) == (not reason, bool(reason))
-    assert [key[1].startswith(reason) for key in flex.served] == [True]
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_precisions_and_layouts(activated: None, dtype: torch.dtype) -> None:
     x = inputs(dtype=dtype, grad=False)

@@ -410,14 +410,6 @@ def test_a_whole_graph_replayed_by_cuda() -> None:
         torch.testing.assert_close(compiled(*given), call(*given), atol=1e-2, rtol=1e-2)
 
 
-def test_gradients_that_repeat_are_refused() -> None:
-    score_mod = LEARNED["relative"][1](learned("relative", "cuda"))
-    with pytest.raises(
-        NotImplementedError, match="of an epilogue's tensor is asked for with deterministic=True"
-    ):
-        attention(*inputs(64, torch.bfloat16), score_mod=score_mod, deterministic=True)
-
-
 def test_a_tensor_on_another_device_is_refused() -> None:
     slopes = torch.rand(NHEADS)
     with pytest.raises(ValueError, match="epilogues' tensor 0 is on cpu; accepted: cuda"):

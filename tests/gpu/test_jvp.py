@@ -176,24 +176,6 @@ def test_functions(masked: bool) -> None:
         check(name, x, right, other.bfloat16(), factor=4.0)
 
 
-def test_wrong_calls() -> None:
-    q = torch.randn(1, 16, 2, 64, device="cuda")
-    half = q.bfloat16()
-    bias = torch.randn(1, 2, 16, 16, device="cuda").bfloat16()
-    for call, given, message in (
-        (lambda x: attention(x, x, x), q, "q is fp32 in a forward-mode derivative"),
-        (
-            lambda x: attention(half, half, half, bias=x),
-            bias,
-            "bias has a tangent; accepted on CUDA: tangents of q",
-        ),
-        (lambda x: attention(x, x, x, kernel="sm80"), half, "kernel or tile is given in a forward-mode"),
-        (lambda x: attention(x, x, x, out=torch.empty_like(x)), half, "out is given in a forward-mode"),
-    ):
-        with pytest.raises(NotImplementedError, match=message):
-            jvp(call, (given,), (torch.ones_like(given),))
-
-
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
     """The kernel of a case, for the columns of V of a launch."""
     of = params.get("of")

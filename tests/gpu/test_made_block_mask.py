@@ -134,8 +134,3 @@ def test_attention_and_the_mask_in_one_graph() -> None:
         graph.replay()
         for x, y in zip(found, step(), strict=True):
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
-
-
-def test_a_tensor_elsewhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="mask_mod captures a tensor on cpu; accepted: cuda:0"):
-        block_mask(masks("cpu")["documents"], None, None, 256, 256, device="cuda:0")
