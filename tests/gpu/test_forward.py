@@ -11,6 +11,7 @@ from cute_attn.compiler import registry
 from tests.cases import BY_NAME, CASES
 from tests.checks import assert_same, check_forward
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import captured, expectations
 from tests.gpu.tile_cases import tile_cases
 from tests.problem import Case, Problem
 
@@ -69,18 +70,15 @@ SHORT = [(case, arch) for case in CASES for arch in ARCHS if case.launches and h
 def prepared(case: Case) -> tuple[Problem, dict, dict, dict]:
     """A case's problem, and expected results of its compared part in float64, in its dtype and in float32."""
     problem = case.build("cuda")
-    part = problem.compared()
-    dtypes = (torch.float64, problem.tensors[0].dtype, torch.float32)
-    exact, plain, plain32 = (part.expected(dtype) for dtype in dtypes)
-    return problem, exact, plain, plain32
+    return problem, *expectations(problem.compared())
 
 
 def check_case(case: Case, **options) -> None:
-    problem, exact, plain, plain32 = prepared(case)
+    problem, *expected = prepared(case)
     actual = problem.run(**options)
     if case.compare:
         actual = {name: value[list(case.compare)] for name, value in actual.items()}
-    check_forward(actual, exact, plain, plain32)
+    check_forward(actual, *expected)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +115,11 @@ def test_any_tile_equals_any_tile(case, arch, tile):
 CAUSAL = BY_NAME["causal-203x113"]
 
 
+SEVEN = replace(CAUSAL, name="batch-of-7", batch=7, nheads=6, nheads_kv=3)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    "case", [replace(CAUSAL, name="batch-of-7", batch=7, nheads=6, nheads_kv=3)], ids=str
-)
+@pytest.mark.parametrize("case", [SEVEN], ids=lambda case: case.name)
 def test_a_batch_does_not_depend_on_its_neighbours(case, arch):
     problem = case.build("cuda")
     whole = problem.run(kernel=arch)
@@ -153,10 +152,7 @@ def tensors():
 
 
 def test_a_replayed_graph_uses_a_new_mask(tensors):
-    attention(*tensors, dropout_p=0.5)  # builds the kernel: that cannot be captured
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(*tensors, dropout_p=0.5)
+    graph, out = captured(lambda: attention(*tensors, dropout_p=0.5))
     # PyTorch writes the seed at the capture's begin and before each replay, on two streams that it leaves unordered.
     torch.cuda.synchronize()
     results = []

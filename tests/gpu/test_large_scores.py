@@ -12,8 +12,9 @@ from cute_attn import attention, attention_backward
 from cute_attn.compiler import registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
-from tests.checks import CANCELLATION, GRADIENT, check
+from tests.checks import check
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import compare, compare_gradients
 from tests.problem import Case, Problem
 
 ODD: dict[str, Any] = {"seqlen_q": 130, "seqlen_k": 200}
@@ -58,19 +59,14 @@ def test_rows_of_the_smallest_number(case: Case, arch: str, op: str) -> None:
     """Averages of all keys that the mask shows, a finite LSE, and the gradients of both."""
     problem = masked(case)
     start = problem.start()
-    dtype = problem.tensors[0].dtype
-    exact, plain = problem.expected(torch.float64), problem.expected(dtype)
+    exact, plain = problem.expected(torch.float64), problem.expected(problem.tensors[0].dtype)
     found = problem.run(kernel=arch)
     roundings = 16 if case.dtype == "fp32" else 1
     check("out", found["out"], exact["out"], plain["out"], roundings=roundings)
     smallest = torch.finfo(problem.inputs.bias.dtype).min  # type: ignore[union-attr]
     assert all((found["lse"][:, :, row] == smallest).all() for row in SMALLEST)
     assert (found["lse"][:, :, HIDDEN] == -torch.inf).all() and not found["out"][:, HIDDEN].any()
-    wanted, rounded = (problem.expected_gradients(start, of) for of in (torch.float64, dtype))
-    for name, value in problem.gradients(start, kernel=arch).items():
-        factor = 2 * GRADIENT if case.dtype == "fp32" else GRADIENT
-        limits = {"factor": factor, "roundings": roundings, "floor": CANCELLATION}
-        check(name, value, wanted[name], rounded[name], **limits)
+    compare_gradients(problem, start, problem.gradients(start, kernel=arch))
 
 
 @pytest.mark.parametrize("op", ["backward"])
@@ -144,22 +140,13 @@ def test_unaligned_rows_of_large_head_dims(of: Case, given: bool) -> None:
         apart = [torch.empty((*x.shape[:-1], 323), device="cuda", dtype=x.dtype) for x in problem.tensors]
         q, k, v = (wide[..., :320].copy_(x) for wide, x in zip(apart, problem.tensors, strict=True))
         problem = replace(problem, tensors=(q, k, v))
-    dtype, roundings = problem.tensors[0].dtype, 16 if of.dtype == "fp32" else 1
-    exact, plain = problem.expected(torch.float64), problem.expected(dtype)
-    q = problem.tensors[0]
+    q, start = problem.tensors[0], problem.start()
     out = q.new_full((*q.shape[:-1], of.size_v), torch.nan) if given else None
-    found = problem.run(out=out)
-    check("out", found["out"], exact["out"], plain["out"], roundings=roundings)
-    check("lse", found["lse"], exact["lse"], problem.expected(torch.float32)["lse"], roundings=32)
-    if given:
-        assert out is not None and torch.equal(out[problem.owned], found["out"])
-        return
-    start = problem.start()
-    wanted, rounded = (problem.expected_gradients(start, of_) for of_ in (torch.float64, dtype))
-    for name, value in problem.gradients(start).items():
-        factor = 2 * GRADIENT if of.dtype == "fp32" else GRADIENT
-        limits = {"factor": factor, "roundings": roundings, "floor": CANCELLATION}
-        check(name, value, wanted[name], rounded[name], **limits)
+    found = compare(problem, roundings=16, out=out)
+    if out is not None:
+        assert torch.equal(out[problem.owned], found["out"])
+    else:
+        compare_gradients(problem, start, problem.gradients(start))
 
 
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cute_attn import reference, sdpa
 from tests.checks import GRADIENT, check
+from tests.doors import EMPTY
 
 BF16 = torch.bfloat16
 BACKENDS = {
@@ -427,3 +428,30 @@ def test_compiled_dropout(backend):
         grads = torch.autograd.grad(out.float().sum(), inputs)
     changed = (out.detach().float() - found["out"].float()).abs().mean() / found["out"].float().abs().mean()
     assert changed > 0.1 and all(x.isfinite().all() for x in grads)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.5}], ids=str)
+@pytest.mark.parametrize("what", EMPTY)
+def test_scaled_dot_product_attention_of_nothing(what, options):
+    """PyTorch's cuDNN attention returns None where there is no sequence."""
+    sizes = EMPTY[what]
+    shapes = [
+        (sizes.batch, sizes.nheads, rows, sizes.head_dim) for rows in (sizes.seqlen_q, *[sizes.seqlen_k] * 2)
+    ]
+    for mask in (None, torch.zeros(sizes.seqlen_q, sizes.seqlen_k, device="cuda", dtype=torch.bfloat16)):
+        if mask is not None and options.get("is_causal"):
+            continue
+        for learns in (False, True):
+            with sdpa.active():
+                for _ in range(4):
+                    inputs = [
+                        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=learns)
+                        for shape in shapes
+                    ]
+                    out = F.scaled_dot_product_attention(*inputs, mask, **options)
+                    assert out.shape == inputs[0].shape and not out.any()
+                    if learns:
+                        grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
+                        assert all(
+                            x.shape == y.shape and not y.any() for x, y in zip(inputs, grads, strict=True)
+                        )
