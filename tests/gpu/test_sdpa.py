@@ -1,6 +1,7 @@
 """PyTorch's scaled_dot_product_attention with the kernels active: each backend, against float64 and PyTorch's own."""
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -55,8 +56,8 @@ def with_gradients(out, inputs, bias):
     return dict(zip(("out", "dq", "dk", "dv", "dbias"), (out.detach(), *grads), strict=False))
 
 
-def defined(dtype, inputs, bias, *, is_causal=False, scale=None):
-    """The same by the reference, every step in ``dtype``."""
+def defined(dtype, inputs, bias, *, is_causal=False, scale=None, dropout="", rng_state=None):
+    """The same by the reference, every step in ``dtype``; dropout: the mask of a probability of 0.3."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill(~bias, -torch.inf)
@@ -65,8 +66,8 @@ def defined(dtype, inputs, bias, *, is_causal=False, scale=None):
     out, _, _ = reference.attention(
         *(x.transpose(1, 2) for x in inputs),
         scale or inputs[0].shape[-1] ** -0.5,
-        reference.Features("causal" if is_causal else ""),
-        reference.ScoreInputs(bias=bias),
+        reference.Features("causal" if is_causal else "", dropout),
+        reference.ScoreInputs(bias=bias, dropout_p=0.3 if dropout else 0.0, rng_state=rng_state),
         compute_dtype=dtype,
     )
     return with_gradients(out.transpose(1, 2), inputs, bias)
@@ -163,9 +164,8 @@ def test_rng_torch_changes_no_mask(backend):
             found.append([results(inputs, dropout_p=0.3), results(inputs, dropout_p=0.3)])
         found[-1].append({"next": torch.rand(3, device="cuda")})
     both_served(backend)
-    for stock, ours in zip(*found, strict=True):
-        for name in stock:  # another mask would differ everywhere by about as much as the values
-            torch.testing.assert_close(ours[name], stock[name], rtol=0.05, atol=0.05)
+    # Another mask would differ everywhere by about as much as the values.
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
 
 
 def test_flash_debug_masks_are_equal_bit_for_bit():
@@ -193,17 +193,6 @@ def test_what_is_declined_is_pytorchs():
     assert reason.startswith("rng is 'torch' with dropout; accepted under cuDNN")
 
 
-def test_one_query_with_a_mask_is_pytorchs():
-    inputs = [x.detach() for x in tensors(1, 333)]
-    mask = torch.arange(333, device="cuda") < 200
-    wanted = scaled_dot_product_attention(*inputs, attn_mask=mask.expand(1, 1, 1, 333))
-    with sdpa.active():
-        found = scaled_dot_product_attention(*inputs, attn_mask=mask.expand(1, 1, 1, 333))
-    assert torch.equal(found, wanted)
-    ((_, reason),) = sdpa.served
-    assert reason.startswith("PyTorch's kernel is faster for one query with a mask")
-
-
 # ---- dropout whose mask is drawn here ----
 
 
@@ -226,17 +215,7 @@ def test_dropout_and_its_gradients(backend, order):
     assert not torch.equal(both[0][1], both[1][1])
     mask = "mem_efficient" if backend == "efficient" else "flash"
     for found, (_, state) in zip(actual, both, strict=True):
-        given = (reference.Features(dropout=mask), reference.ScoreInputs(dropout_p=0.3, rng_state=state))
-        both_ways = []
-        for dtype in (torch.float64, BF16):
-            leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-            rows_first = [x.transpose(1, 2) for x in leaves]
-            out = reference.attention(*rows_first, 64**-0.5, *given, compute_dtype=dtype)[0]
-            both_ways.append(with_gradients(out.transpose(1, 2), leaves, None))
-        exact, plain = both_ways
-        for name, value in found.items():
-            factor = 2.0 if name == "out" else GRADIENT
-            check(name, value, exact[name], plain[name], factor=factor, floor=1e-5)
+        check_results(found, inputs, dropout=mask, rng_state=state)
 
 
 @pytest.mark.parametrize("end", ["removed", "others", "rng"])
@@ -258,8 +237,8 @@ def test_a_backward_after_the_end(backend, end):
     found = with_gradients(out, inputs, mask)
     torch.cuda.synchronize()
     assert torch.equal(found["out"], wanted["out"])
-    for name in ("dq", "dk", "dv"):  # dq is added up in any order; flash attention's may be PyTorch's
-        torch.testing.assert_close(found[name], wanted[name], rtol=0.05, atol=0.02)
+    # dq is added up in any order; flash attention's may be PyTorch's.
+    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("backend", ["efficient", "cudnn"])
@@ -273,8 +252,7 @@ def test_a_backward_of_pytorchs_forward_with_dropout(backend):
             out = scaled_dot_product_attention(*inputs, dropout_p=0.25)
         with sdpa.active() if active else contextlib.nullcontext():
             found.append(with_gradients(out, inputs, None))
-    for name in found[0]:
-        torch.testing.assert_close(found[1][name], found[0][name], rtol=0.05, atol=0.02)
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
 
 
 def test_dropout_by_default_is_served():
@@ -377,11 +355,9 @@ def test_threads_and_streams_have_arguments_of_their_own():
         with ThreadPoolExecutor(3) as pool:
             found = list(pool.map(run, range(3)))
     for (outs, grads), own in zip(found, wanted, strict=True):
-        assert all(torch.equal(out, own["out"]) for out in outs)
-        for one in grads:
-            assert torch.equal(one["out"], own["out"])
-            for name in ("dq", "dk", "dv"):  # dq is added up in any order
-                torch.testing.assert_close(one[name], own[name], rtol=0.05, atol=0.02)
+        assert all(torch.equal(out, own["out"]) for out in (*outs, *(one["out"] for one in grads)))
+        for one in grads:  # dq is added up in any order
+            torch.testing.assert_close(one, own, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -438,20 +414,13 @@ def test_scaled_dot_product_attention_of_nothing(what, options):
     shapes = [
         (sizes.batch, sizes.nheads, rows, sizes.head_dim) for rows in (sizes.seqlen_q, *[sizes.seqlen_k] * 2)
     ]
-    for mask in (None, torch.zeros(sizes.seqlen_q, sizes.seqlen_k, device="cuda", dtype=torch.bfloat16)):
-        if mask is not None and options.get("is_causal"):
-            continue
-        for learns in (False, True):
-            with sdpa.active():
-                for _ in range(4):
-                    inputs = [
-                        torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=learns)
-                        for shape in shapes
-                    ]
-                    out = F.scaled_dot_product_attention(*inputs, mask, **options)
-                    assert out.shape == inputs[0].shape and not out.any()
-                    if learns:
-                        grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
-                        assert all(
-                            x.shape == y.shape and not y.any() for x, y in zip(inputs, grads, strict=True)
-                        )
+    masks = [None, torch.zeros(sizes.seqlen_q, sizes.seqlen_k, device="cuda", dtype=BF16)]
+    for mask, learns in itertools.product(masks[: 1 if options.get("is_causal") else 2], (False, True)):
+        with sdpa.active():
+            for _ in range(4):
+                inputs = [torch.randn(x, device="cuda", dtype=BF16, requires_grad=learns) for x in shapes]
+                out = F.scaled_dot_product_attention(*inputs, mask, **options)
+                assert out.shape == inputs[0].shape and not out.any()
+                if learns:
+                    grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
+                    assert all(x.shape == y.shape and not y.any() for x, y in zip(inputs, grads, strict=True))
