@@ -88,16 +88,6 @@ def test_merge_attention(queries):
         assert merge_attention(outs, lses)[0].equal(found[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks_join_once(dtype):
-    outs, lses = partial_results(6, 2, 33, 5, 128)
-    sinks = torch.tensor([0.5, -90.0, 200.0, -math.inf, 3.0], device="cuda").to(dtype)
-    out, lse = merge_attention(outs, lses, sinks=sinks)
-    exact, exact_lse = merge(outs.double(), lses.double(), sinks.double())
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
-
-
 # ---- append ----
 
 

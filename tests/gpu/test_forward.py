@@ -128,17 +128,6 @@ def test_a_batch_does_not_depend_on_its_neighbours(case, arch):
         assert_same(alone, {name: value[b : b + 1] for name, value in whole.items()})
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_batch_of_one_by_stride_0_then_a_batch_of_two(arch):
-    problem = CAUSAL.build("cuda")
-    expected = problem.run(kernel=arch)
-    one = replace(
-        problem, tensors=tuple(x[:1].as_strided(x[:1].shape, (0, *x.stride()[1:])) for x in problem.tensors)
-    )
-    assert_same(one.run(kernel=arch), {name: value[:1] for name, value in expected.items()})
-    assert_same(problem.run(kernel=arch), expected)
-
-
 # ---- operator, streams, graphs, compilers, devices ----
 
 

@@ -133,22 +133,6 @@ def test_equals_dense_torch(name: str, head_dim: int, arch: str) -> None:
         assert error <= 3 * allowed + floor, f"{what}: {error} for torch's {allowed}"
 
 
-def test_varlen_and_dropout_repeat() -> None:
-    score_mod, mask_mod = functions("alibi", tensors("cuda"))
-    q, k, v = (t.detach()[0] for t in inputs(64, torch.bfloat16))
-    starts = torch.tensor([0, 100, SEQLEN], dtype=torch.int32, device="cuda")
-    out = attention_varlen(q, k, v, starts, starts, 200, 200, score_mod=score_mod, mask_mod=mask_mod)
-    for start, end in ((0, 100), (100, SEQLEN)):
-        alone = attention(*(t[None, start:end] for t in (q, k, v)), score_mod=score_mod, mask_mod=mask_mod)
-        torch.testing.assert_close(out[start:end], alone[0], atol=4e-3, rtol=1e-2)  # type: ignore[index]
-    state = torch.tensor([1, 0], device="cuda")
-    dropped = [
-        attention(q[None], k[None], v[None], score_mod=score_mod, dropout_p=0.2, rng_state=state)
-        for _ in range(2)
-    ]
-    assert torch.equal(dropped[0], dropped[1])  # type: ignore[arg-type]
-
-
 def test_what_lies_beyond_the_sequences_reaches_no_gradient() -> None:
     """Tensors that are NaN beyond a sequence's last position, and no multiple of a tile's."""
     scale = torch.full((NHEADS, 2 * SEQLEN), torch.nan, device="cuda")

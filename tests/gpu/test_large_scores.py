@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from cute_attn import attention, attention_backward
 from cute_attn.compiler import registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
@@ -84,43 +82,6 @@ def test_keys_of_rows_that_are_not_hidden(case: Case, arch: str, op: str) -> Non
     torch.testing.assert_close(out[:, HALF_HIDDEN], v[:, ::2].mean(1), atol=4e-3, rtol=1e-2)
     for name, gradient in problem.gradients(problem.start(), kernel=arch).items():
         assert gradient.isfinite().all(), name
-
-
-SCALES = [
-    Case("bf16-d64-causal", causal=True, **ODD),
-    Case("bf16-d128-bias", head_dim=128, bias="bf16", **ODD),
-    Case("fp32-d64-softcap", dtype="fp32", softcap=3.0, **ODD),
-    Case("bf16-d60", head_dim=60, **ODD),
-]
-
-
-@pytest.mark.parametrize("op", ["backward"])
-@pytest.mark.parametrize("scale", [-0.15, 0.0])
-@pytest.mark.parametrize("case", SCALES, ids=lambda case: case.name)
-def test_scales_that_are_not_positive(case: Case, scale: float, op: str) -> None:
-    """Out and gradients are those of q times -1 or 0 and a positive scale."""
-    problem = case.build("cuda")
-    start = problem.start()
-    sign, positive = (-1, -scale) if scale else (0, 1.0)
-    options = {"causal": case.causal, "softcap": case.softcap, "bias": problem.inputs.bias}
-    options |= {"return_lse": True, "deterministic": True}
-
-    def results(q: Tensor, of: float) -> list[Tensor]:
-        own = [x.detach().requires_grad_() for x in (q, *problem.tensors[1:])]
-        out, lse = attention(*own, softmax_scale=of, **options)  # type: ignore[arg-type]
-        return [out.detach(), lse.detach(), *torch.autograd.grad(out, own, start.out)]
-
-    q = problem.tensors[0]
-    found, wanted = results(q, scale), results(q * sign, positive)
-    wanted[2] = wanted[2] * sign
-    for name, own, right in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
-        assert torch.equal(own, right), name
-    given = (start.out, *problem.tensors, found[0], found[1])
-    into = [torch.full_like(x, torch.nan) for x in problem.tensors]
-    names = ("causal", "softcap", "bias", "deterministic")
-    attention_backward(*given, softmax_scale=scale, into=into, **{name: options[name] for name in names})  # type: ignore[arg-type]
-    for name, own, right in zip(("dq", "dk", "dv"), into, wanted[2:], strict=True):
-        assert torch.equal(own, right), name
 
 
 LARGE = [
