@@ -10,38 +10,25 @@ from cute_attn.api.attention import attention_backward
 from cute_attn.host.split_kv import BOX_ROWS
 from cute_attn.reference import kvcache as definition
 from tests.gpu.archs import runnable_archs
-
-
-def randn(*shape, seed=0, dtype=torch.bfloat16):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
+from tests.gpu.compare import assert_equal, int32, randn
 
 # ---- lazy views ----
 
 
-def dense():
-    shapes = ((2, 70, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64))
-    return dict(zip("qkv", (randn(*shape, seed=i) for i, shape in enumerate(shapes)), strict=True))
-
-
 def test_lazy_gradients_and_outputs_are_their_values():
-    tensors = {name: x.requires_grad_() for name, x in dense().items()}
-    out, lse = attention(**tensors, return_lse=True)
+    tensors = [
+        randn(2, n, h, 64, seed=i).requires_grad_() for i, (n, h) in enumerate(((70, 4), (130, 2), (130, 2)))
+    ]
+    out, lse = attention(*tensors, return_lse=True)
     grad_out = randn(*out.shape, seed=5)
     grads = [
-        torch.autograd.grad(out, list(tensors.values()), grad, retain_graph=True)
+        torch.autograd.grad(out, tensors, grad, retain_graph=True)
         for grad in (grad_out, torch._neg_view(-grad_out))
     ]
-    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
-    given = [x.detach() for x in tensors.values()]
-    found = attention_backward(
-        torch._neg_view(-grad_out), *given, torch._neg_view(-out.detach()), lse.detach()
-    )
-    assert all(torch.equal(one, other) for one, other in zip(found, grads[0], strict=True))
+    assert_equal(*grads)
+    given = [x.detach() for x in tensors]
+    lazy_grad, lazy_out = (torch._neg_view(-x.detach()) for x in (grad_out, out))
+    assert_equal(attention_backward(lazy_grad, *given, lazy_out, lse.detach()), grads[0])
     memory = torch.zeros_like(out)
     assert attention(*given, out=torch._neg_view(memory)).equal(out) and memory.equal(-out)
 
@@ -51,23 +38,13 @@ def test_lazy_gradients_and_outputs_are_their_values():
 
 def test_rows_of_no_sequence_keep_what_out_has():
     """The first call and those after it, and where out is copied to."""
-    starts, q = ints(3, 10, 10, 30), randn(40, 4, 64)
-    cache = {
-        "k_cache": randn(3, 128, 2, 64),
-        "v_cache": randn(3, 128, 2, 64),
-        "cache_seqlens": ints(100, 3, 37),
-    }
-    k = randn(90, 2, 64)
-    lengths = {
-        "cu_seqlens_q": starts,
-        "cu_seqlens_k": ints(0, 30, 60, 90),
-        "max_seqlen_q": 20,
-        "max_seqlen_k": 30,
-    }
+    starts, q, k, cache = int32(3, 10, 10, 30), randn(40, 4, 64), randn(90, 2, 64), randn(3, 128, 2, 64)
+    cached = {"cache_seqlens": int32(100, 3, 37), "cu_seqlens_q": starts, "max_seqlen_q": 20}
+    lengths = (starts, int32(0, 30, 60, 90), 20, 30)
     calls = [
-        lambda out: attention_with_kvcache(q, **cache, cu_seqlens_q=starts, max_seqlen_q=20, out=out),
-        lambda out: attention_varlen(q, k, k, **lengths, out=out),
-        lambda out: attention_varlen(q, k, k, **lengths, seqused_q=ints(5, 0, 20), out=out),
+        lambda out: attention_with_kvcache(q, cache, cache.clone(), **cached, out=out),
+        lambda out: attention_varlen(q, k, k, *lengths, out=out),
+        lambda out: attention_varlen(q, k, k, *lengths, seqused_q=int32(5, 0, 20), out=out),
     ]
     for call in calls:
         expected = call(None)
@@ -150,11 +127,14 @@ def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, spli
     expected = [x.cpu().clone() for x, _ in (k, v)]
     options = {"causal": True, "return_lse": True}
     out, lse = attention_with_kvcache(
-        q, k[0], v[0], k=new, v=new, cache_seqlens=ints(*lengths), page_table=table, kernel=arch,
+        q, k[0], v[0], k=new, v=new, cache_seqlens=int32(*lengths), page_table=table, kernel=arch,
         num_splits=splits, **options,
     )  # fmt: skip
     # The functions refuse such lengths where they see them, on the CPU.
-    seqlens, cache = ints(*lengths).cpu(), definition.Cache(*expected, None if table is None else table.cpu())
+    seqlens, cache = (
+        int32(*lengths).cpu(),
+        definition.Cache(*expected, None if table is None else table.cpu()),
+    )
     definition.append(cache, new.cpu(), new.cpu(), seqlens)
     whole, whole_lse = definition.attention(
         q.cpu(), cache, DIM**-0.5, definition.Lengths(seqlens + 2), reference.Features("causal")

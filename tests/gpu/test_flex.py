@@ -16,6 +16,7 @@ from cute_attn import flex
 from cute_attn.flex import overrides
 from cute_attn.host import doors
 from cute_attn.host.block_masks import _made_of
+from tests.gpu.compare import captured
 from tests.gpu.test_functions import check_captured, tensors
 
 BATCH, NHEADS, SEQLEN, HEAD_DIM = 2, 4, 300, 64
@@ -61,9 +62,7 @@ def test_lists_are_made_without_waiting_and_again_within_a_graph() -> None:
         assert _made_of(mask).kinds is not first
     x = inputs(grad=False)
     eager = flex.flex_attention(*x, block_mask=mask, enable_gqa=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flex.flex_attention(*x, block_mask=mask, enable_gqa=True)
+    graph, out = captured(lambda: flex.flex_attention(*x, block_mask=mask, enable_gqa=True))
     graph.replay()
     assert torch.equal(out, eager)  # type: ignore[arg-type]
     for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks):
