@@ -77,15 +77,6 @@ def test_a_softmax_has_the_calls_precision(precision, allowed, monkeypatch):
         torch.testing.assert_close(found.double(), scores.softmax(-1), rtol=1e-3, atol=1e-6)
 
 
-def test_repeated_calls_copy_rows_that_start_anywhere():
-    """Rows of head dim 59 are copied from any address, whichever the record of the first calls had."""
-    storage = [randn(2 * 70 * 4 * 59 + 8, seed=i) for i in range(3)]
-    for first in (0, 0, 0, 1, 4, 0):
-        q, k, v = (x[first : first + 2 * 70 * 4 * 59].view(2, 70, 4, 59) for x in storage)
-        expected = attention(q.clone(), k.clone(), v.clone())
-        assert attention(q, k, v).equal(expected)
-
-
 # ---- around the cache and the table ----
 
 ENTRIES, CAPACITY, HEADS, DIM = 3, 192, 2, 64

@@ -135,36 +135,39 @@ def by_definition(q, k, v):
     return reference.attention(q, k, v, q.shape[-1] ** -0.5)[:2]
 
 
+def falling(powers):
+    """Rows of K and of V become smaller, down to a power of two, K's from the first row and V's from the last."""
+
+    def change(q, k, v):
+        factors = 2.0 ** -torch.arange(powers, device="cuda").repeat(300 // powers)[None, :, None, None]
+        k.div_(k.abs().amax(-1, keepdim=True)).mul_(factors)
+        v.mul_(factors.flip(1))
+
+    return change
+
+
+INPUTS = {
+    "plain": ("terms", lambda q, k, v: None),
+    "scaled": ("terms", lambda q, k, v: (q.mul_(1e-3), k.mul_(1e3), v.mul_(1e-8))),
+    "rows of zeros": ("terms", lambda q, k, v: (k[:, 5:90].zero_(), v[0, 7].zero_())),
+    "zeros": ("terms", lambda q, k, v: k.zero_()),
+    "rows down to 2^-12": ("either", falling(12)),
+    "rows down to 2^-20": ("terms", falling(20)),  # one term keeps tf32's digits, two do not keep fp32's
+    "a small row": ("fallback", lambda q, k, v: q[1, 299, 1].mul_(1e-8)),
+    "small rows of v": ("fallback", lambda q, k, v: v[:, ::2].mul_(1e-8)),
+    "a huge key": ("fallback", lambda q, k, v: k[0, 100, 0, 3].fill_(1e30)),
+    "inf": ("fallback", lambda q, k, v: v[0, 100, 0, 3].fill_(math.inf)),
+    "tiny": ("fallback", lambda q, k, v: (q.mul_(1e-20), k.mul_(1e20), v.mul_(1e-30))),
+}
+"""Which kernel has to compute, and how q, k and v are changed."""
+
+
 def inputs(what):
     """q, k and v with a property, and which kernel has to compute."""
-    q, k, v = (randn(2, 300, 2, 64, seed=i) for i in range(3))
-    if what == "plain":
-        return (q, k, v), "terms"
-    if what == "scaled":
-        return (1e-3 * q, 1e3 * k, 1e-8 * v), "terms"
-    if what == "rows of zeros":
-        k[:, 5:90] = 0.0
-        v[0, 7] = 0.0
-        return (q, k, v), "terms"
-    if what == "zeros":
-        return (q, torch.zeros_like(k), v), "terms"
-    if what == "rows down to 2^-12":
-        factors = 2.0 ** -torch.arange(12, device="cuda").repeat(25)[None, :, None, None]
-        return (q, k / k.abs().amax(-1, keepdim=True) * factors, v * factors.flip(1)), "either"
-    if what == "rows down to 2^-20":  # one term keeps tf32's digits, two do not keep fp32's
-        factors = 2.0 ** -torch.arange(20, device="cuda").repeat(15)[None, :, None, None]
-        return (q, k / k.abs().amax(-1, keepdim=True) * factors, v * factors.flip(1)), "terms"
-    if what == "a small row":
-        q[1, 299, 1] *= 1e-8
-    elif what == "small rows of v":
-        v[:, ::2] *= 1e-8
-    elif what == "a huge key":
-        k[0, 100, 0, 3] = 1e30
-    elif what == "inf":
-        v[0, 100, 0, 3] = math.inf
-    elif what == "tiny":
-        q, k, v = 1e-20 * q, 1e20 * k, 1e-30 * v
-    return (q, k, v), "fallback"
+    tensors = tuple(randn(2, 300, 2, 64, seed=i) for i in range(3))
+    which, change = INPUTS[what]
+    change(*tensors)
+    return tensors, which
 
 
 def check_which(tensors, precision, which, found, launch_only):
@@ -177,13 +180,7 @@ def check_which(tensors, precision, which, found, launch_only):
         assert attention(*tensors, precision=precision, kernel=TERMS).isnan().all()
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        *("plain", "scaled", "rows of zeros", "zeros", "rows down to 2^-12"),
-        *("a small row", "small rows of v", "a huge key", "inf", "tiny"),
-    ],
-)
+@pytest.mark.parametrize("what", [what for what in INPUTS if what != "rows down to 2^-20"])
 def test_the_kernel_that_has_to_computes(what, launch_only, matmul_precision):
     (q, k, v), which = inputs(what)
     matmul_precision("fp32")
