@@ -1,4 +1,4 @@
-"""score_mod and mask_mod on the GPU: forward and backward against dense torch in float64, and what is refused.
+"""score_mod and mask_mod on the GPU: forward and backward against dense torch in float64, and FlexAttention.
 
 Kernels are built here, one after the other: the processes that build for other tests know no traced functions.
 """
@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as pytorch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from cute_attn import attention, attention_varlen
+from cute_attn import attention, attention_varlen, flex
+from cute_attn.flex import overrides
+from cute_attn.host.block_masks import _made_of
 from cute_attn.reference.check_epilogue import for_each
 from tests.gpu.archs import runnable_archs
-from tests.gpu.compare import int32, randn
+from tests.gpu.compare import captured, int32, randn
 
 ARCHS = runnable_archs()
 Made = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
@@ -385,3 +388,58 @@ def test_a_tensor_on_another_device_is_refused() -> None:
     slopes = torch.rand(NHEADS)
     with pytest.raises(ValueError, match="epilogues' tensor 0 is on cpu; accepted: cuda"):
         attention(*inputs(), score_mod=lambda s, b, h, q, k: s - slopes[h])
+
+
+# ---- FlexAttention's function, and PyTorch's, which it serves ----
+
+
+def heads_first() -> list[Tensor]:
+    return [x.detach().transpose(1, 2).contiguous() for x in inputs()]
+
+
+def test_lists_are_made_without_waiting_and_again_within_a_graph() -> None:
+    mask = documents(tensors("cuda")["document"], 128)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = _made_of(mask).kinds
+        assert _made_of(mask).kinds is first
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert _made_of(mask).kinds is not first
+    x = heads_first()
+    eager = flex.flex_attention(*x, block_mask=mask, enable_gqa=True)
+    graph, out = captured(lambda: flex.flex_attention(*x, block_mask=mask, enable_gqa=True))
+    graph.replay()
+    assert torch.equal(out, eager)  # type: ignore[arg-type]
+    for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks):
+        counts[..., 1] = 0  # type: ignore[index]
+    graph.replay()
+    assert not out[:, :, 128:256].any() and torch.equal(out[:, :, :128], eager[:, :, :128])  # type: ignore[union-attr,index,call-overload]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_pytorchs_function_is_served(compiled: bool) -> None:
+    """Its own result is the eager definition's."""
+    mask = documents(tensors("cuda")["document"], 128)
+    leaves, slopes = [x.requires_grad_() for x in heads_first()], tensors("cuda")["slopes"]
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Any:
+        steeper = slopes * 2
+        options: dict[str, Any] = {"enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        return pytorch.flex_attention(
+            q * 0.5, k, v, lambda s, b, h, i, j: s - steeper[h] * (i - j).abs(), mask, **options
+        )
+
+    function = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    flex.served.clear()
+    with flex.active(strict=True):
+        out, aux = function(*leaves, slopes)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert flex.served[overrides.NAME, ""] == 1
+    theirs, their_aux = layer(*leaves, slopes)
+    assert flex.served.total() == 1
+    torch.testing.assert_close(out, theirs, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(aux.lse, their_aux.lse, atol=2e-2, rtol=2e-2)
+    for ours, one in zip(grads, torch.autograd.grad(theirs, leaves, torch.ones_like(out)), strict=True):
+        torch.testing.assert_close(ours.float(), one.float(), atol=1e-1, rtol=5e-2)

@@ -1,4 +1,4 @@
-"""Biases of finfo.min and of -1e9, as masks are made of, and softmax scales of any sign: both ways, on each arch."""
+"""Biases of finfo.min and of -1e12, as masks are made of, and unaligned rows of large head dims: both ways."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """What PyTorch's and xformers' own tests of memory-efficient attention ask for, both ways, by seeded samples.
 
-PyTorch's grids: dtype, batch, lengths, head dim, causal, scale, dropout, and masks with a gradient. xformers': head
+PyTorch's grids: dtype, batch, lengths, head dim, causal, dropout, and masks with a gradient. xformers': head
 dims from 1 to 512, unequal ones, any lengths, numbers of heads and strides. Errors are measured against float64, and
 against PyTorch's kernel where it takes the call.
 """
