@@ -26,7 +26,7 @@ def on_cpu(monkeypatch):
 
 def emulated(problem: Problem, q: torch.Tensor | None = None) -> torch.Tensor | None:
     """Append on every thread, and with ``q`` return its rotated copy."""
-    return append.launch(problem.append(), q, problem.cu_q, bool(problem.case.mask))
+    return append.launch(problem.append()._replace(cu_seqlens_q=problem.cu_q, mask=problem.case.mask), q)
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -116,11 +116,8 @@ def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = D
     if "causal_as_pytorch" in takes:
         own["causal"] = pick((False, "top_left"))
     if "window" in takes and choices.one_in(4):
-        own["window"] = (
-            pick(((2, 0), (0, None), (None, 0), (3, 0)))
-            if own["causal"]
-            else pick(((2, 1), (0, 0), (None, 3)))
-        )
+        behind = ((2, 0), (0, None), (None, 0), (3, 0))
+        own["window"] = pick(behind if own["causal"] else ((2, 1), (0, 0), (None, 3)))
     if "scale" in takes and choices.one_in(3):
         own["scale"] = pick((0.5, 1.0, 0.0, -0.25))
     if "softcap" in takes and choices.one_in(4):
@@ -128,11 +125,8 @@ def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = D
     if "alibi" in takes and choices.one_in(4):
         own["alibi"] = pick(("heads", "batches"))
     if "bias" in takes and choices.one_in(3):
-        own["bias"] = (
-            pick(("fp32", "same", "bool", "bf16"))
-            if "any_bias" in takes
-            else pick(("same", "same", "same", "bool"))
-        )
+        any_dtype = ("fp32", "same", "bool", "bf16")
+        own["bias"] = pick(any_dtype if "any_bias" in takes else ("same", "same", "same", "bool"))
         own["bias_broadcast"] = "".join(x for x in "bhqk" if choices.one_in(3))
         own["bias_layout"] = pick(("contiguous", "padded", "last_dim", "expanded"))
     if "sinks" in takes and choices.one_in(4):
@@ -147,17 +141,11 @@ def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = D
     if own.get("score") or own.get("mask"):
         own["form"] = pick(FORMS)
     case = Case(**own, extra=choices.number(64), seed=choices.number(1000))
+    leaves = ["q", "k", "v", *(x for x in ("bias", "sinks") if getattr(case, x) not in ("", "bool"))]
     if "own_grads" in takes:
-        names = ("q", "k", "v", *(x for x in ("bias", "sinks") if getattr(case, x) not in ("", "bool")))
-        return replace(case, grads=tuple(x for x in names if not choices.one_in(3)))
-    floats = [name for name in case.captured if SOURCES[name].is_float]
-    leaves = [
-        "q",
-        "k",
-        "v",
-        *(x for x in ("bias", "sinks", "alibi") if getattr(case, x) not in ("", "bool")),
-        *floats,
-    ]
+        return replace(case, grads=tuple(x for x in leaves if not choices.one_in(3)))
+    leaves += ["alibi"] * bool(case.alibi)
+    leaves += [name for name in case.captured if SOURCES[name].is_float]
     if "flash" in door:
         leaves = ["q", "k", "v"]  # FlashAttention's slopes have no gradient
     if "grads" in takes and choices.one_in(2):
@@ -270,19 +258,13 @@ class Functions:
 
     def define(self) -> None:
         """New functions over the values."""
-        self.scope = {
-            "__name__": "fuzz",
-            "torch": torch,
-            "math": math,
-            "functools": functools,
-            "operator": operator,
-        }
+        self.scope = {"__name__": "fuzz", "torch": torch, "math": math}
+        self.scope |= {"functools": functools, "operator": operator}
         exec(HELPERS, self.scope)
-        made = [
+        self.score_mod, self.mask_mod = (
             _defined(self.scope, kind, body, self.case.form, self.values) if body else None
             for kind, body in (("score", self.case.score), ("mask", self.case.mask))
-        ]
-        self.score_mod, self.mask_mod = made
+        )
 
     def wide(self) -> "Functions":
         """The same with captured floats in float64."""

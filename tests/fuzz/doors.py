@@ -44,15 +44,13 @@ class Door:
     around: Callable[[], Any] = contextlib.nullcontext
 
 
-def _options(case: Case, inputs: Inputs) -> dict[str, Any]:
+def _options(case: Case, inputs: Inputs, functions: Functions | None = None) -> dict[str, Any]:
     """Of ``attention`` and its kind."""
     own = {"softmax_scale": case.scale, "causal": case.causal, "window": case.window, "softcap": case.softcap}
-    return own | {
-        "alibi_slopes": inputs.alibi,
-        "bias": inputs.bias,
-        "sinks": inputs.sinks,
-        "return_lse": True,
-    }
+    own |= {"alibi_slopes": inputs.alibi, "bias": inputs.bias, "sinks": inputs.sinks, "return_lse": True}
+    if functions is not None:
+        own |= {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
+    return own
 
 
 def _lengths(case: Case, inputs: Inputs) -> Tensor | None:
@@ -63,14 +61,9 @@ def _named(found: Any) -> Results:
     return dict(zip(("out", "lse"), found, strict=False)) if isinstance(found, tuple) else {"out": found}
 
 
-def _attention(case: Case, inputs: Inputs, functions: Functions, **other: Any) -> Results:
-    own = _options(case, inputs) | {"seqused_k": _lengths(case, inputs)} | other
+def _attention(case: Case, inputs: Inputs, functions: Functions | None = None, **other: Any) -> Results:
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)} | other
     return _named(attention(inputs.q, inputs.k, inputs.v, **own))
-
-
-def _with_functions(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    own = {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
-    return _attention(case, inputs, functions, **own)
 
 
 def _cu_seqlens(case: Case, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -82,9 +75,7 @@ class _ByBackward(torch.autograd.Function):
     """``attention`` whose backward is ``attention_backward``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, own: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, own: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Any:
         given = own | dict(zip(("bias", "sinks"), others, strict=True))
         out, lse = attention(q, k, v, **given)
         ctx.own = own
@@ -96,28 +87,23 @@ class _ByBackward(torch.autograd.Function):
         *tensors, bias, sinks = ctx.saved_tensors
         names = ("q", "k", "v", "bias", "sinks")
         wanted = [name for name, needed in zip(names, ctx.needs_input_grad[1:], strict=True) if needed]
-        own = {name: x for name, x in ctx.own.items() if name != "return_lse"} | {
-            "bias": bias,
-            "sinks": sinks,
-        }
+        own = ctx.own | {"bias": bias, "sinks": sinks}
+        del own["return_lse"]
         found = cute_attn.attention_backward(grads[0], *tensors, grad_lse=grads[1], wanted=wanted, **own)
         by_name = dict(zip(wanted, found, strict=True))
         return (None, *(by_name.get(name) for name in names))
 
 
 def _backward(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    own = _options(case, inputs) | {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
-    own |= {"seqused_k": _lengths(case, inputs)}
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)}
     others = own.pop("bias"), own.pop("sinks")
     return _named(_ByBackward.apply(own, inputs.q, inputs.k, inputs.v, *others))
 
 
 def _varlen(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    own = _options(case, inputs) | {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
-    own["seqused_k"] = _lengths(case, inputs)
-    return _named(
-        attention_varlen(inputs.q, inputs.k, inputs.v, *_cu_seqlens(case, inputs), *case.longest, **own)
-    )
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)}
+    lengths = (*_cu_seqlens(case, inputs), *case.longest)
+    return _named(attention_varlen(inputs.q, inputs.k, inputs.v, *lengths, **own))
 
 
 def _made_mask(case: Case, inputs: Inputs, functions: Functions, name: str, make: Any) -> Any:
@@ -144,7 +130,7 @@ MAKERS = {"block_size": cute_attn.block_mask, "BLOCK_SIZE": _torchs_mask}
 
 def _block_mask(name: str, case: Case, inputs: Inputs, functions: Functions) -> Results:
     made = _made_mask(case, inputs, functions, name, MAKERS[name])
-    return _attention(case, inputs, functions, block_mask=made, score_mod=functions.score_mod)
+    return _attention(case, inputs, block_mask=made, score_mod=functions.score_mod)
 
 
 def _flex(case: Case, inputs: Inputs, functions: Functions) -> Results:
@@ -193,12 +179,8 @@ def _minus_infinity(out: Tensor, lse: Tensor) -> Results:
 
 def _flash(case: Case, inputs: Inputs, functions: Functions) -> Results:
     """Also of keys and values, or all three, in one tensor."""
-    q, k, v, options = (
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        _flash_options(case, inputs) | {"return_attn_probs": True},
-    )
+    q, k, v = inputs.q, inputs.k, inputs.v
+    options = _flash_options(case, inputs) | {"return_attn_probs": True}
     alike = case.head_dim == case.head_dim_v
     if alike and q.shape == k.shape and case.extra % 3 == 1:
         found = flash_attn.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), **options)
@@ -245,8 +227,7 @@ def _cache(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def _kvcache(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    own = _options(case, inputs) | _cache(case, inputs)
-    own |= {"score_mod": functions.score_mod, "mask_mod": functions.mask_mod}
+    own = _options(case, inputs, functions) | _cache(case, inputs)
     own.pop("bias")
     return _named(cute_attn.attention_with_kvcache(inputs.q, own.pop("k_cache"), own.pop("v_cache"), **own))
 
@@ -277,40 +258,35 @@ def _registered(case: Case, inputs: Inputs, functions: Functions) -> Results:
     given = {}
     for kind, body in (("score", case.score), ("mask", case.mask)):
         names = [x for x in case.captured if x in body.replace("\n", " ")]
-        if any(
-            not isinstance(functions.values[x], Tensor | float | int) or functions.values[x] is True
-            for x in names
-        ):
-            raise NotDrawn("arguments are tensors, floats and ints")
         values = tuple(functions.values[x] for x in names)
+        if any(not isinstance(x, Tensor | float | int) or x is True for x in values):
+            raise NotDrawn("arguments are tensors, floats and ints")
         if body:
-            of = tuple(
-                (x.dtype, x.dim(), x.dim() and x.stride(-1)) if isinstance(x, Tensor) else type(x)
-                for x in values
-            )
-            given[_registered_name(kind, body, tuple(names), of, functions)] = values
-    return _attention(case, inputs, functions, epilogues=given)
+            given[_registered_name(kind, body, names, values, functions)] = values
+    return _attention(case, inputs, epilogues=given)
 
 
 _names: dict[tuple, str] = {}
 
 
-def _registered_name(kind: str, body: str, names: tuple[str, ...], of: tuple, functions: Functions) -> str:
-    key = (kind, body, of)
+def _registered_name(kind: str, body: str, names: list[str], values: tuple, functions: Functions) -> str:
+    """Of a function, registered when it comes for the first time with arguments of these kinds."""
+    kinds = (
+        (x.dtype, x.dim(), x.dim() and x.stride(-1)) if isinstance(x, Tensor) else type(x) for x in values
+    )
+    key = (kind, body, *kinds)
     if key not in _names:
-        name = f"fuzz{len(_names)}"
         text = f"def mod({', '.join([SIGNATURES[kind], *names])}):\n{body}"
         exec(text, functions.scope)
-        values = tuple(functions.values[x] for x in names)
         decorate = cute_attn.score_mod if kind == "score" else cute_attn.mask_mod
-        decorate(name, example=lambda *sizes: values)(functions.scope["mod"])
-        _names[key] = name
+        _names[key] = f"fuzz{len(_names)}"
+        decorate(_names[key], example=lambda *sizes: values)(functions.scope["mod"])
     return _names[key]
 
 
 ATTENTION = (*SCORES, "top_left", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask")
 DOORS = {
-    "attention": Door(_with_functions, (*ATTENTION, "grads")),
+    "attention": Door(_attention, (*ATTENTION, "grads")),
     "attention_backward": Door(_backward, (*ATTENTION, "own_grads")),
     "attention_varlen": Door(_varlen, (*ATTENTION, "lengths", "grads")),
     "block_mask": Door(
@@ -335,9 +311,7 @@ DOORS = {
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),
     "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "mostly_nonempty", "used"), ALL),
     "attention_with_kvcache": Door(
-        _kvcache,
-        (*SCORES, "mostly_nonempty", "head_dim_v", "sinks", "used", "score", "mask"),
-        ALL,
+        _kvcache, (*SCORES, "mostly_nonempty", "head_dim_v", "sinks", "used", "score", "mask"), ALL
     ),
     "merge_attention": Door(_merge, ("scale", "softcap", "gqa", "layout", "head_dim_v", "sinks"), ALL),
 }

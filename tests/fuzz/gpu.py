@@ -10,8 +10,6 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from cute_attn import compiler
 from tests import machine
 from tests.fuzz.case import Case, Functions, Inputs, draw_case
@@ -35,15 +33,8 @@ def cases(functions: int = FUNCTIONS, calls: int = CALLS, seed: int = 0) -> list
         wide = choices.of((64, 123) if cached else (64, 128)) if case.head_dim_v != case.head_dim else size
         grads = tuple(x for x in case.grads if x != "alibi")
         dtype = choices.of(("bf16", "fp16", "bf16", "fp32")) if case.dtype == "fp64" else case.dtype
-        case = replace(
-            case,
-            head_dim=size,
-            head_dim_v=wide,
-            dtype=dtype,
-            grads=grads,
-            scale=abs(case.scale or 0.125),
-            room=ROOM,
-        )
+        sizes = {"head_dim": size, "head_dim_v": wide, "room": ROOM}
+        case = replace(case, dtype=dtype, grads=grads, scale=abs(case.scale or 0.125), **sizes)
         found.append([_another(case, random.Random(number * calls + i)) for i in range(calls)])
     return found
 
@@ -52,12 +43,8 @@ def _another(case: Case, draw: random.Random) -> Case:
     """The case with other sizes and values."""
     batch, heads = draw.choice((1, 2, 2, 3, 0)), draw.choice((1, 2, 4))
     group = case.nheads // case.nheads_kv
-    own: dict[str, Any] = {
-        "batch": batch,
-        "nheads": heads * group,
-        "nheads_kv": heads,
-        "seed": draw.randrange(1000),
-    }
+    own: dict[str, Any] = {"batch": batch, "nheads": heads * group, "nheads_kv": heads}
+    own["seed"] = draw.randrange(1000)
     lengths = (1, 17, 64, 129, 200, 300, 0)
     own |= {"seqlen_q": draw.choice(lengths), "seqlen_k": draw.choice(lengths), "extra": draw.randrange(64)}
     if case.lengths:
@@ -72,24 +59,16 @@ def _another(case: Case, draw: random.Random) -> Case:
 
 def build(part: int, parts: int, functions: int = FUNCTIONS, calls: int = CALLS) -> int:
     """Build what a share of the cases launches, into the cache on disk: how many kernels. Needs no GPU."""
-    wanted: dict[tuple[str, str, str], Any] = {}
-
-    def launched(kernel: Any, target: str) -> Any:
-        wanted[str(kernel.traits), str(kernel.tile), target] = kernel
-        return lambda given: None
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    with machine.launches() as (_, wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        machine.gpu(patch, launched)
-        for calls_of_one in cases(functions, calls)[part::parts]:
-            for case in calls_of_one:
-                inputs, made = Inputs.of(case), Functions.of(case)
-                with contextlib.suppress(Exception), DOORS[case.door].around():  # the run finds and judges it
-                    found = DOORS[case.door].call(case, inputs, made)
-                    _gradients(case, found, inputs.leaves(case, made))
-    for (traits, tile, target), kernel in wanted.items():
+        for case in (one for calls_of_one in cases(functions, calls)[part::parts] for one in calls_of_one):
+            inputs, made = Inputs.of(case), Functions.of(case)
+            with contextlib.suppress(Exception), DOORS[case.door].around():  # the run finds and judges it
+                found = DOORS[case.door].call(case, inputs, made)
+                _gradients(case, found, inputs.leaves(case, made))
+    for name, (kernel, target) in wanted.items():
         try:
             compiler.build(kernel, target)
         except Exception as error:
-            print(f"{traits} {tile} {target}: {type(error).__name__}: {error}", flush=True)
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
     return len(wanted)

@@ -74,10 +74,7 @@ def main() -> None:
     for name, (queries, page, options) in CACHED.items():
         call = Call((70, 0, 400), (queries,) * 3, leftpad=(0, 0, 130))
         for arch in runnable_archs("kvcache"):
-            if page:
-                call.run_paged(page, kernel=arch, **options)
-            else:
-                call.run(kernel=arch, **options)
+            call.run_paged(page, kernel=arch, **options)
             torch.cuda.synchronize()
             print(f"ran {name} {arch}", flush=True)
 

@@ -1,47 +1,42 @@
-"""Arguments of the public functions on the GPU: lazy gradients, memory that is written, and what lies around it."""
+"""Arguments of the public functions on the GPU: lazy and packed tensors, memory that is written or lies around it."""
 
 import math
 
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen, attention_with_kvcache, reference
-from cute_attn.api.attention import attention_backward
+from cute_attn import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+    attention_with_kvcache,
+    reference,
+)
+from cute_attn.flash_attn import flash_attn_qkvpacked_func
+from cute_attn.host import fused_qkv
 from cute_attn.host.split_kv import BOX_ROWS
 from cute_attn.reference import kvcache as definition
 from tests.gpu.archs import runnable_archs
-
-
-def randn(*shape, seed=0, dtype=torch.bfloat16):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
+from tests.gpu.compare import assert_equal, int32, randn
 
 # ---- lazy views ----
 
 
-def dense():
-    shapes = ((2, 70, 4, 64), (2, 130, 2, 64), (2, 130, 2, 64))
-    return dict(zip("qkv", (randn(*shape, seed=i) for i, shape in enumerate(shapes)), strict=True))
-
-
 def test_lazy_gradients_and_outputs_are_their_values():
-    tensors = {name: x.requires_grad_() for name, x in dense().items()}
-    out, lse = attention(**tensors, return_lse=True)
+    tensors = [
+        randn(2, n, h, 64, seed=i).requires_grad_() for i, (n, h) in enumerate(((70, 4), (130, 2), (130, 2)))
+    ]
+    out, lse = attention(*tensors, return_lse=True)
     grad_out = randn(*out.shape, seed=5)
     grads = [
-        torch.autograd.grad(out, list(tensors.values()), grad, retain_graph=True)
+        torch.autograd.grad(out, tensors, grad, retain_graph=True)
         for grad in (grad_out, torch._neg_view(-grad_out))
     ]
-    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
-    given = [x.detach() for x in tensors.values()]
-    found = attention_backward(
-        torch._neg_view(-grad_out), *given, torch._neg_view(-out.detach()), lse.detach()
-    )
-    assert all(torch.equal(one, other) for one, other in zip(found, grads[0], strict=True))
+    assert_equal(*grads)
+    given = [x.detach() for x in tensors]
+    lazy_grad, lazy_out = (torch._neg_view(-x.detach()) for x in (grad_out, out))
+    assert_equal(attention_backward(lazy_grad, *given, lazy_out, lse.detach()), grads[0])
     memory = torch.zeros_like(out)
     assert attention(*given, out=torch._neg_view(memory)).equal(out) and memory.equal(-out)
 
@@ -51,23 +46,13 @@ def test_lazy_gradients_and_outputs_are_their_values():
 
 def test_rows_of_no_sequence_keep_what_out_has():
     """The first call and those after it, and where out is copied to."""
-    starts, q = ints(3, 10, 10, 30), randn(40, 4, 64)
-    cache = {
-        "k_cache": randn(3, 128, 2, 64),
-        "v_cache": randn(3, 128, 2, 64),
-        "cache_seqlens": ints(100, 3, 37),
-    }
-    k = randn(90, 2, 64)
-    lengths = {
-        "cu_seqlens_q": starts,
-        "cu_seqlens_k": ints(0, 30, 60, 90),
-        "max_seqlen_q": 20,
-        "max_seqlen_k": 30,
-    }
+    starts, q, k, cache = int32(3, 10, 10, 30), randn(40, 4, 64), randn(90, 2, 64), randn(3, 128, 2, 64)
+    cached = {"cache_seqlens": int32(100, 3, 37), "cu_seqlens_q": starts, "max_seqlen_q": 20}
+    lengths = (starts, int32(0, 30, 60, 90), 20, 30)
     calls = [
-        lambda out: attention_with_kvcache(q, **cache, cu_seqlens_q=starts, max_seqlen_q=20, out=out),
-        lambda out: attention_varlen(q, k, k, **lengths, out=out),
-        lambda out: attention_varlen(q, k, k, **lengths, seqused_q=ints(5, 0, 20), out=out),
+        lambda out: attention_with_kvcache(q, cache, cache.clone(), **cached, out=out),
+        lambda out: attention_varlen(q, k, k, *lengths, out=out),
+        lambda out: attention_varlen(q, k, k, *lengths, seqused_q=int32(5, 0, 20), out=out),
     ]
     for call in calls:
         expected = call(None)
@@ -98,15 +83,6 @@ def test_a_softmax_has_the_calls_precision(precision, allowed, monkeypatch):
     if precision == "fp32":
         scores = q.transpose(1, 2).double() @ k.transpose(1, 2).double().mT / 8
         torch.testing.assert_close(found.double(), scores.softmax(-1), rtol=1e-3, atol=1e-6)
-
-
-def test_repeated_calls_copy_rows_that_start_anywhere():
-    """Rows of head dim 59 are copied from any address, whichever the record of the first calls had."""
-    storage = [randn(2 * 70 * 4 * 59 + 8, seed=i) for i in range(3)]
-    for first in (0, 0, 0, 1, 4, 0):
-        q, k, v = (x[first : first + 2 * 70 * 4 * 59].view(2, 70, 4, 59) for x in storage)
-        expected = attention(q.clone(), k.clone(), v.clone())
-        assert attention(q, k, v).equal(expected)
 
 
 # ---- around the cache and the table ----
@@ -150,11 +126,14 @@ def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, spli
     expected = [x.cpu().clone() for x, _ in (k, v)]
     options = {"causal": True, "return_lse": True}
     out, lse = attention_with_kvcache(
-        q, k[0], v[0], k=new, v=new, cache_seqlens=ints(*lengths), page_table=table, kernel=arch,
+        q, k[0], v[0], k=new, v=new, cache_seqlens=int32(*lengths), page_table=table, kernel=arch,
         num_splits=splits, **options,
     )  # fmt: skip
     # The functions refuse such lengths where they see them, on the CPU.
-    seqlens, cache = ints(*lengths).cpu(), definition.Cache(*expected, None if table is None else table.cpu())
+    seqlens, cache = (
+        int32(*lengths).cpu(),
+        definition.Cache(*expected, None if table is None else table.cpu()),
+    )
     definition.append(cache, new.cpu(), new.cpu(), seqlens)
     whole, whole_lse = definition.attention(
         q.cpu(), cache, DIM**-0.5, definition.Lengths(seqlens + 2), reference.Features("causal")
@@ -166,3 +145,76 @@ def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, spli
         assert storage[:guard].isnan().all() and storage[-guard:].isnan().all()
     if table is not None:
         assert table.cpu().equal(order) and (around[:64] == pages).all() and (around[-64:] == pages).all()
+
+
+# ---- gradients of q, k and v in one tensor, and into given tensors ----
+
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+def outputs(q, k, v, **options):
+    out, lse = attention(q, k, v, return_lse=True, **options)
+    return randn(*out.shape, seed=1), q, k, v, out, lse
+
+
+@pytest.mark.parametrize(("kind", "kernel"), [("qkv", None), ("qkv", "sm80"), ("kv", None)])
+def test_gradients_of_packed_tensors(kind, kernel):
+    """Those of q, k and v are parts of one tensor as well."""
+    if kind == "qkv":
+        tensors = torch.randn(2, 130, 3, 4, 64, **BF16).unbind(-3)
+    else:
+        tensors = torch.randn(2, 130, 8, 64, **BF16), *torch.randn(2, 90, 2, 4, 64, **BF16).unbind(-3)
+    causal = kind == "qkv"
+    found, wanted = (
+        attention_backward(*outputs(*given, causal=causal), causal=causal, kernel=kernel, deterministic=True)
+        for given in (tensors, [x.contiguous() for x in tensors])
+    )
+    assert kind == "kv" or fused_qkv.are_adjacent(found)
+    assert_equal(found, wanted)
+
+
+def test_the_gradient_of_qkv_is_not_copied(monkeypatch):
+    qkv = torch.randn(2, 130, 3, 4, 64, requires_grad=True, **BF16)
+    grads = []
+    for unbind in (lambda x: x.unbind(-3), fused_qkv.unbind):
+        out = attention(*unbind(qkv), deterministic=True)
+        grads += torch.autograd.grad(out.float().square().sum(), qkv)
+
+    def refuse(*_):
+        raise AssertionError("the parts were copied into another tensor")
+
+    monkeypatch.setattr(torch, "stack", refuse)
+    out = flash_attn_qkvpacked_func(qkv, deterministic=True)
+    grads += torch.autograd.grad(out.float().square().sum(), qkv)
+    for own in grads[1:]:
+        assert own.is_contiguous() and torch.equal(own, grads[0])
+
+
+def test_gradients_go_into_given_tensors():
+    q, kv = torch.randn(2, 130, 8, 64, **BF16), torch.randn(2, 90, 2, 2, 64, **BF16)
+    bias = torch.randn(2, 8, 130, 90, **BF16)
+    wanted = ("q", "k", "v", "bias")
+    given = outputs(q, *kv.unbind(-3), bias=bias)
+    options = {"bias": bias, "wanted": wanted, "deterministic": True}
+    expected = attention_backward(*given, **options)
+    together = torch.full((2, 130, 8 * 64 + 8), float("nan"), **BF16)
+    dq = together[..., :512].unflatten(-1, (8, 64))
+    dkv, dbias = torch.full_like(kv, float("nan")), torch.full_like(bias, float("nan"))
+    into = (dq, *dkv.unbind(-3), dbias)
+    found = attention_backward(*given, **options, into=into)
+    assert [x.data_ptr() for x in found] == [x.data_ptr() for x in into]
+    assert_equal(into, expected)
+    assert together[..., 512:].isnan().all()
+
+
+def test_packed_sequences_into_given_tensors():
+    qkv = torch.randn(300, 3, 4, 64, **BF16)
+    ends = int32(0, 100, 290)
+    q, k, v = qkv.unbind(-3)
+    out, lse = attention_varlen(q, k, v, ends, ends, 190, 190, return_lse=True)
+    dqkv = torch.full_like(qkv, float("nan"))
+    lengths = (ends, ends, 190, 190)
+    attention_varlen_backward(
+        torch.randn_like(out), q, k, v, out.nan_to_num(), lse.nan_to_num(), *lengths, into=dqkv.unbind(-3)
+    )
+    assert not dqkv.isnan().any() and (dqkv[290:] == 0).all()

@@ -12,8 +12,9 @@ from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import backward, record
 from tests.cases import BACKWARD_CASES, BY_NAME, FOR_EVERY_TILE
-from tests.checks import GRADIENT, check, check_backward
+from tests.checks import GRADIENT, assert_same, check, check_backward
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import assert_equal, captured, int32, with_gradients
 from tests.gpu.tile_cases import tile_cases
 from tests.problem import Case, Problem, Start
 
@@ -126,73 +127,64 @@ def test_query_heads_may_be_divided(case, splits, arch, monkeypatch):
 
 
 FEW_KEYS = [
-    Case("text", batch=2, seqlen_q=1030, seqlen_k=77, nheads=3, nheads_kv=3),
-    Case("text-of-154", batch=1, seqlen_q=1030, seqlen_k=154, nheads=2, nheads_kv=2),
-    Case("causal", seqlen_q=120, seqlen_k=77, nheads=4, nheads_kv=2, causal=True),
-    Case(
-        "as-many-keys", batch=5, seqlen_q=128, seqlen_k=128, nheads=4, nheads_kv=4, causal=True, dtype="fp16"
-    ),
-    Case("d80", seqlen_q=203, seqlen_k=100, nheads=4, nheads_kv=2, head_dim=80, layout="odd_strides"),
+    Case("text", seqlen_q=1030, seqlen_k=77, nheads=3, nheads_kv=3),
+    Case("text-of-154", batch=1, seqlen_q=1030, seqlen_k=154, nheads=2),
+    Case("causal", seqlen_q=120, seqlen_k=77, causal=True),
+    Case("as-many-keys", batch=5, nheads_kv=4, causal=True, dtype="fp16"),
+    Case("d80", seqlen_q=203, seqlen_k=100, head_dim=80, layout="odd_strides"),
     Case("d40", seqlen_q=203, seqlen_k=1, nheads=2, nheads_kv=1, head_dim=40),
-    Case("d128-dropout", seqlen_q=203, seqlen_k=100, nheads=4, nheads_kv=1, head_dim=128, dropout_p=0.2),
-    Case("d192x128", seqlen_q=203, seqlen_k=100, nheads=2, nheads_kv=2, head_dim=192, head_dim_v=128),
+    Case("d128-dropout", seqlen_q=203, seqlen_k=100, nheads_kv=1, head_dim=128, dropout_p=0.2),
+    Case("d192x128", seqlen_q=203, seqlen_k=100, nheads=2, head_dim=192, head_dim_v=128),
     Case("d256", seqlen_q=203, seqlen_k=60, nheads=2, nheads_kv=1, head_dim=256, softcap=12.0),
-    Case("bias", seqlen_q=200, seqlen_k=128, nheads=4, nheads_kv=2, bias="bf16"),
-    Case("odd-head-dim", seqlen_q=203, seqlen_k=100, nheads=2, nheads_kv=2, head_dim=59),
+    Case("bias", seqlen_q=200, bias="bf16"),
+    Case("odd-head-dim", seqlen_q=203, seqlen_k=100, nheads=2, head_dim=59),
 ]
+ON_HOPPER = pytest.mark.skipif("sm90" not in ARCHS, reason="needs Hopper")
 
 
-@pytest.mark.skipif("sm90" not in ARCHS, reason="needs Hopper")
+def check_tile_with(field: str, case: Case, monkeypatch) -> None:
+    """A case by the Hopper kernel, whose tile has ``field``; three more calls give the same bits."""
+    tiles, build = [], backward.compiler.build
+    monkeypatch.setattr(
+        backward.compiler, "build", lambda kernel, *_: tiles.append(kernel.tile) or build(kernel, *_)
+    )
+    check_case(case, kernel="sm90")
+    assert getattr(tiles[-1], field)
+    problem = case.build("cuda")
+    first, *others = (problem.gradients(problem.start()) for _ in range(3))
+    for other in others:
+        assert_same(other, first)
+
+
+@ON_HOPPER
 @pytest.mark.parametrize("splits", [1, 2, 6])
 @pytest.mark.parametrize("case", FEW_KEYS, ids=lambda case: case.name)
 def test_few_keys(case, splits, monkeypatch):
     """dQ is stored directly, and the queries of a head may be divided."""
-    group = case.nheads // case.nheads_kv
-    planned = divide_heads(monkeypatch, group * splits if splits > 1 else 1)
-    tiles = []
-    build = backward.compiler.build
-    monkeypatch.setattr(
-        backward.compiler, "build", lambda kernel, *_: tiles.append(kernel.tile) or build(kernel, *_)
-    )
-    check_case(case, kernel="sm90")
-    assert planned and tiles[-1].dq_direct
-    problem = case.build("cuda")
-    first, *others = (problem.gradients(problem.start()) for _ in range(3))
-    for other in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
+    planned = divide_heads(monkeypatch, case.group * splits if splits > 1 else 1)
+    check_tile_with("dq_direct", case, monkeypatch)
+    assert planned
 
 
 SHORT = [
-    Case("full", batch=3, seqlen_q=197, seqlen_k=197, nheads=2, nheads_kv=2),
-    Case("causal", batch=2, seqlen_q=300, seqlen_k=500, nheads=2, nheads_kv=2, causal=True),
-    Case("fewer-keys", batch=2, seqlen_q=512, seqlen_k=150, nheads=2, nheads_kv=2, causal=True, dtype="fp16"),
-    Case("window", batch=2, seqlen_q=200, seqlen_k=500, nheads=2, nheads_kv=2, window=(70, 20)),
-    Case("dropout", batch=2, seqlen_q=250, seqlen_k=300, nheads=2, nheads_kv=2, dropout_p=0.2),
-    Case("d72", batch=2, seqlen_q=256, seqlen_k=256, nheads=2, nheads_kv=2, head_dim=72, softcap=12.0),
-    Case(
-        "d40", batch=2, seqlen_q=130, seqlen_k=700, nheads=2, nheads_kv=2, head_dim=40, layout="odd_strides"
-    ),
-    Case("bias", batch=2, seqlen_q=200, seqlen_k=200, nheads=2, nheads_kv=2, bias="bf16", head_dim=32),
-    Case("alibi", batch=2, seqlen_q=450, seqlen_k=450, nheads=2, nheads_kv=2, alibi="heads", causal=True),
+    Case("full", batch=3, seqlen_q=197, seqlen_k=197, nheads=2),
+    Case("causal", seqlen_q=300, seqlen_k=500, nheads=2, causal=True),
+    Case("fewer-keys", seqlen_q=512, seqlen_k=150, nheads=2, causal=True, dtype="fp16"),
+    Case("window", seqlen_q=200, seqlen_k=500, nheads=2, window=(70, 20)),
+    Case("dropout", seqlen_q=250, seqlen_k=300, nheads=2, dropout_p=0.2),
+    Case("d72", seqlen_q=256, seqlen_k=256, nheads=2, head_dim=72, softcap=12.0),
+    Case("d40", seqlen_q=130, seqlen_k=700, nheads=2, head_dim=40, layout="odd_strides"),
+    Case("bias", seqlen_q=200, seqlen_k=200, nheads=2, bias="bf16", head_dim=32),
+    Case("alibi", seqlen_q=450, seqlen_k=450, nheads=2, alibi="heads", causal=True),
 ]
 
 
-@pytest.mark.skipif("sm90" not in ARCHS, reason="needs Hopper")
+@ON_HOPPER
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
 def test_short_sequences(case, monkeypatch):
     """dQ of a sequence is summed in shared memory, on a GPU with as many multiprocessors as there are heads."""
     monkeypatch.setattr(backward, "multiprocessors", lambda device: case.batch * case.nheads)
-    tiles = []
-    build = backward.compiler.build
-    monkeypatch.setattr(
-        backward.compiler, "build", lambda kernel, *_: tiles.append(kernel.tile) or build(kernel, *_)
-    )
-    check_case(case, kernel="sm90")
-    assert tiles[-1].dq_rows
-    problem = case.build("cuda")
-    first, *others = (problem.gradients(problem.start()) for _ in range(3))
-    for other in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
+    check_tile_with("dq_rows", case, monkeypatch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -205,8 +197,7 @@ def test_deterministic_gradients_of_unevenly_divided_heads_repeat_bitwise(case, 
     problem, start, _, _ = prepared(case)
     first = problem.gradients(start, kernel=arch, deterministic=True)
     for _ in range(200):
-        again = problem.gradients(start, kernel=arch, deterministic=True)
-        assert all(torch.equal(again[name], value) for name, value in first.items())
+        assert_same(problem.gradients(start, kernel=arch, deterministic=True), first)
 
 
 PRIME = Case("71-heads-on-1", batch=3, seqlen_q=300, seqlen_k=300, nheads=71, nheads_kv=1, causal=True)
@@ -259,19 +250,6 @@ REPEATED += [
 def test_deterministic_gradients(case, arch):
     """That they repeat bit by bit is hunted in ``test_races.py``."""
     check_case(case, kernel=arch, deterministic=True)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("case", [BY_NAME["bias-over-b"]], ids=lambda case: case.name)
-def test_torchs_deterministic_switch(case, arch):
-    problem, start, _, _ = prepared(case)
-    expected = problem.gradients(start, kernel=arch, deterministic=True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        actual = problem.gradients(start, kernel=arch)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 # ---- agreement ----
@@ -336,33 +314,6 @@ def test_any_of_the_gradients_alone(case, wanted, arch):
     check_backward(actual, *({name: x[name] for name in actual} for x in (exact, plain)))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    "case", [BY_NAME["causal-203x113"], BY_NAME["full-d128"]], ids=lambda case: case.name
-)
-def test_any_gradient_of_the_output_is_read(case, arch):
-    problem, start, _, _ = prepared(case)
-    grad = start.out
-    storage = torch.empty(grad.numel() + 1, dtype=grad.dtype, device="cuda")
-    given = {
-        "transposed": grad.transpose(1, 2).contiguous().transpose(1, 2),
-        "columns": grad.transpose(2, 3).contiguous().transpose(2, 3),
-        "unaligned": storage[1:].view(grad.shape).copy_(grad),
-        "a row again and again": grad[:, :1].expand(grad.shape),
-        "one number": torch.ones((), dtype=grad.dtype, device="cuda").expand(grad.shape),
-    }
-    for name, one in given.items():
-        for deterministic in (True, False):
-            options = {"kernel": arch, "deterministic": deterministic}
-            actual = problem.gradients(Start(one, None), **options)
-            expected = problem.gradients(Start(one.contiguous().clone(), None), **options)
-            for x in ("dq", "dk", "dv"):
-                if deterministic:
-                    assert torch.equal(actual[x], expected[x]), f"{name}: {x} differs"
-                else:
-                    torch.testing.assert_close(actual[x], expected[x], atol=0.02, rtol=0.02)
-
-
 # ---- continuing PyTorch's forward ----
 
 
@@ -373,15 +324,17 @@ def torch_inputs(batch, nheads, seqlen_q, seqlen_k, nheads_kv=None, head_dim=64)
     return q, k, v, torch.randn_like(q)
 
 
-def by_definition(q, k, v, grad_out, mask, dropout, dropout_p, rng_state, bias=None):
-    """Gradients in float64."""
-    leaves = [x.double().requires_grad_() for x in (q, k, v, *(() if bias is None else (bias,)))]
-    inputs = ScoreInputs(
-        dropout_p=dropout_p, rng_state=rng_state, bias=leaves[3] if bias is not None else None
-    )
+def check_continued(names, ours, theirs, tensors, grad_out, mask, dropout="", dropout_p=0.0, rng_state=None):
+    """Gradients of q, k, v and perhaps a bias, with PyTorch's as plain torch's."""
+    leaves = [x.double().requires_grad_() for x in tensors]
+    inputs = ScoreInputs(dropout_p=dropout_p, rng_state=rng_state, bias=dict(enumerate(leaves)).get(3))
     features = reference.Features(mask, dropout if dropout_p else "")
-    out = reference.attention(*leaves[:3], q.shape[-1] ** -0.5, features, inputs)[0]
-    return torch.autograd.grad(out, leaves, grad_out.double())
+    out = reference.attention(*leaves[:3], tensors[0].shape[-1] ** -0.5, features, inputs)[0]
+    exact = torch.autograd.grad(out, leaves, grad_out.double())
+    for name, own, right, other in zip(names, ours, exact, theirs, strict=True):
+        # Torch's is NaN where a row sees no key, and its bias gradient is not written in blocks that the mask hides.
+        other = torch.where(other.isfinite(), other, right.to(other.dtype))
+        check(f"d{name}", own, right, other, factor=GRADIENT)
 
 
 CONTINUED = [(2, 3, 113, 203), (2, 3, 203, 113), (1, 2, 256, 512)]
@@ -402,9 +355,7 @@ def test_continues_torchs_flash_attention(shape, head_dim, causal, dropout_p, ar
     options = {"causal": causal, "dropout_p": dropout_p, "kernel": arch}
     ours = attention_backward(grad_out, *tensors, out.detach(), lse, rng_state=state, **options)
     seed = state.view(torch.int64).cuda() if dropout_p else None
-    exact = by_definition(*tensors, grad_out, "causal" if causal else "", "flash", dropout_p, seed)
-    for name, *grads in zip(("dq", "dk", "dv"), ours, exact, theirs, strict=True):
-        check(name, *grads, factor=GRADIENT)
+    check_continued("qkv", ours, theirs, tensors, grad_out, "causal" * causal, "flash", dropout_p, seed)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -428,18 +379,14 @@ def test_continues_torchs_memory_efficient_attention(shape, mask, dropout_p, arc
     ours = attention_backward(grad_out, *tensors[:3], out.detach(), lse, **options)
     state = torch.stack([seed, offset]).view(torch.int64).flatten().cuda() if dropout_p else None
     own_mask = ("", "causal_top_left", "causal")[mask]
-    exact = by_definition(*tensors[:3], grad_out, own_mask, "mem_efficient", dropout_p, state, *tensors[3:])
-    # Torch's is NaN where a row sees no key, and its bias gradient is not written in blocks that the mask hides.
-    theirs = [torch.where(x.isfinite(), x, right.to(x.dtype)) for x, right in zip(theirs, exact, strict=True)]
-    for name, *grads in zip(names, ours, exact, theirs, strict=True):
-        check(f"d{name}", *grads, factor=GRADIENT)
+    check_continued(names, ours, theirs, tensors, grad_out, own_mask, "mem_efficient", dropout_p, state)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("flash", [True, False], ids=["flash", "mem_efficient"])
 def test_continues_torchs_packed_forward(flash, arch):
     q, k, v, grad_out = (x[0] for x in torch_inputs(1, 2, 300, 300))
-    cu = torch.tensor([0, 100, 101, 300], dtype=torch.int32, device="cuda")
+    cu = int32(0, 100, 101, 300)
     if flash:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, 199, 199, 0.0, True, False)
     else:
@@ -449,10 +396,8 @@ def test_continues_torchs_packed_forward(flash, arch):
         out = out[0]
     options = {"causal": True, "kernel": arch, "deterministic": True}
     ours = attention_varlen_backward(grad_out, q, k, v, out, lse, cu, cu, 199, 199, **options)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    own = attention_varlen(*leaves, cu, cu, 199, 199, **options)
-    for a, b in zip(ours, torch.autograd.grad(own, leaves, grad_out), strict=True):
-        torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
+    own = with_gradients(lambda *x: attention_varlen(*x, cu, cu, 199, 199, **options), (q, k, v), grad_out)
+    torch.testing.assert_close(ours, tuple(own[1:]), atol=0.02, rtol=0.02)
 
 
 # ---- operator, streams, graphs, compilers ----
@@ -483,29 +428,6 @@ def test_the_operator_passes_opcheck(tensors, monkeypatch):
         torch.library.opcheck(torch.ops.cute_attn.backward.default, (out, lse, out, lse, needed, *detached))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_into_one_graph(tensors, dynamic):
-    torch.compiler.reset()
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 50, 113], [0, 103, 203]))
-    state = torch.tensor([1, 2], device="cuda")
-    bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-
-    def f(q, k, v, bias):
-        batched = attention(
-            q, k, v, bias=bias, causal=True, dropout_p=0.1, rng_state=state, deterministic=True
-        )
-        packed, lse = attention_varlen(
-            q[0], k[0], v[0], cu_q, cu_k, 63, 103, window=(20, 0), return_lse=True, deterministic=True
-        )
-        return batched.float().square().sum() + packed.float().sin().sum() + lse.cos().sum()
-
-    inputs = (*tensors, bias)
-    expected = torch.autograd.grad(f(*inputs), inputs)
-    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for a, b in zip(torch.autograd.grad(compiled(*inputs), inputs), expected, strict=True):
-        torch.testing.assert_close(a, b, atol=0.01, rtol=0.01)
-
-
 def test_a_replayed_graph_uses_one_new_mask_in_forward_and_backward(tensors):
     grad = torch.randn_like(tensors[0])
     options = {"dropout_p": 0.5, "causal": True, "deterministic": True}
@@ -515,21 +437,13 @@ def test_a_replayed_graph_uses_one_new_mask_in_forward_and_backward(tensors):
         out = attention(*tensors, rng_state=state, **options)
         return state, torch.autograd.grad(out, tensors, grad)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # builds the kernels: that cannot be captured
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        state, grads = step()
+    graph, (state, grads) = captured(step)
     seen = []
     for _ in range(3):
         graph.replay()
         seen.append(state.tolist())
         out = attention(*tensors, rng_state=state.clone(), **options)
-        for a, b in zip(grads, torch.autograd.grad(out, tensors, grad), strict=True):
-            assert torch.equal(a, b)
+        assert_equal(grads, torch.autograd.grad(out, tensors, grad))
     assert seen[0] != seen[1] != seen[2], "two replays, one mask"
 
 
@@ -539,7 +453,7 @@ def test_saved_tensors_may_move_to_the_cpu_and_back(tensors):
     expected = torch.autograd.grad(attention(*odd, causal=True, deterministic=True), odd, grad)
     with torch.autograd.graph.save_on_cpu():
         out = attention(*odd, causal=True, deterministic=True)
-    assert all(torch.equal(a, b) for a, b in zip(torch.autograd.grad(out, odd, grad), expected, strict=True))
+    assert_equal(torch.autograd.grad(out, odd, grad), expected)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -550,5 +464,4 @@ def test_the_softmax_beside_gradients(tensors, arch):
     assert out.requires_grad and not softmax.requires_grad
     grad = torch.randn_like(out)
     plain = torch.autograd.grad(attention(*tensors, **options), tensors, grad)
-    for a, b in zip(torch.autograd.grad(out, tensors, grad), plain, strict=True):
-        assert torch.equal(a, b), "the forward knows nothing of the matrix"
+    assert_equal(torch.autograd.grad(out, tensors, grad), plain)  # the forward knows nothing of the matrix

@@ -1,4 +1,4 @@
-"""block_mask on the GPU, forward and backward, against the CPU's reference in float64, repeated for equal bits."""
+"""block_mask on the GPU: forward and backward against the CPU's reference in float64, and masks made by kernels."""
 
 from typing import Any
 
@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from cute_attn import attention, attention_varlen
+from cute_attn import attention, attention_varlen, block_mask
+from cute_attn.host.block_masks import block_lists
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import assert_equal, captured, int32
 
+ARCHS = runnable_archs()
 NHEADS, NHEADS_KV = 4, 2
 
 
@@ -28,9 +31,8 @@ def mask_of(name: str, seqlen_q: int, seqlen_k: int, device: str) -> Any:
         generator = torch.Generator().manual_seed(0)
         order = torch.rand(2, heads, rows, columns, generator=generator).argsort(-1)
         counts = torch.randint(0, columns + 1, (2, heads, rows), generator=generator)
-        full = torch.minimum(
-            counts, torch.randint(0, 2, counts.shape, generator=generator)
-        )  # whatever is hidden there
+        # Whatever is hidden there.
+        full = torch.minimum(counts, torch.randint(0, 2, counts.shape, generator=generator))
         lists = counts - full, order, full, order.flip(-1)
         counts, order, full, others = (x.int().contiguous().to(device) for x in lists)
         return BlockMask.from_kv_blocks(counts, order, full, others, mask_mod=causal_document)
@@ -57,15 +59,13 @@ def results(tensors: list[Tensor], *lengths: Any, **options: Any) -> list[Tensor
 
 @pytest.mark.parametrize("name", ["document", "window", "blocks", "blocks of heads", "small blocks"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_equals_the_reference(arch: str, head_dim: int, name: str) -> None:
-    if arch not in runnable_archs():
-        pytest.skip(f"no GPU for {arch}")
     for lengths in ((1000, 1000), (640, 1024), (333, 900)):
-        compare(arch, head_dim, name, lengths)
+        check_lengths(arch, head_dim, name, lengths)
 
 
-def compare(arch: str, head_dim: int, name: str, lengths: tuple[int, int]) -> None:
+def check_lengths(arch: str, head_dim: int, name: str, lengths: tuple[int, int]) -> None:
     tensors = inputs(*lengths, head_dim)
     exact = results([x.double() for x in tensors], block_mask=mask_of(name, *lengths, "cpu"))
     own, mask = [x.cuda() for x in tensors], mask_of(name, *lengths, "cuda")
@@ -73,8 +73,7 @@ def compare(arch: str, head_dim: int, name: str, lengths: tuple[int, int]) -> No
     found = results(own, block_mask=mask, kernel=arch, deterministic=True)
     check(found, exact, lengths)
     for _ in range(20):
-        again = results(own, block_mask=mask, kernel=arch, deterministic=True)
-        assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+        assert_equal(results(own, block_mask=mask, kernel=arch, deterministic=True), found)
 
 
 def check(found: list[Tensor], exact: list[Tensor], lengths: Any) -> None:
@@ -91,11 +90,9 @@ def check(found: list[Tensor], exact: list[Tensor], lengths: Any) -> None:
 
 @pytest.mark.parametrize("name", ["document", "window", "blocks", "blocks of heads", "small blocks"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_packed_sequences(arch: str, head_dim: int, name: str) -> None:
     """Also repeated, from a record, and with the tables of another mask."""
-    if arch not in runnable_archs():
-        pytest.skip(f"no GPU for {arch}")
     tensors = [x.flatten(0, 1) for x in inputs(1000, 1000, head_dim)]
     starts, longest = torch.tensor([0, 700, 2000], dtype=torch.int32), 1300
     cpus, own = (starts, starts, longest, longest), [x.cuda() for x in tensors]
@@ -110,10 +107,10 @@ def test_packed_sequences(arch: str, head_dim: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("arch", runnable_archs())
+@pytest.mark.parametrize("arch", ARCHS)
 def test_packed_sequences_see_no_other(arch: str, head_dim: int) -> None:
     """NaN in the next sequence's rows, which loads of the last block reach, and an empty sequence."""
-    starts = torch.tensor([0, 700, 700, 2000], dtype=torch.int32, device="cuda")
+    starts = int32(0, 700, 700, 2000)
     own = [x.flatten(0, 1).cuda() for x in inputs(1000, 1000, head_dim)]
     mask = mask_of("window", 1300, 1300, "cuda")
     lengths = (starts, starts, 1300, 1300)
@@ -122,43 +119,11 @@ def test_packed_sequences_see_no_other(arch: str, head_dim: int) -> None:
     for x in poisoned:
         x[700:] = float("nan")
     found = results(poisoned, *lengths, block_mask=mask, kernel=arch, deterministic=True)
-    for got, right in zip((found[0], *found[2:]), (expected[0], *expected[2:]), strict=True):
-        assert torch.equal(got[:700], right[:700])
-    assert torch.equal(found[1][:, :700], expected[1][:, :700])
+    found[1], expected[1] = found[1].T, expected[1].T
+    assert_equal([x[:700] for x in found], [x[:700] for x in expected])
 
 
-def test_beside_other_features() -> None:
-    """A causal mask and a score function beside it, and a graph's replay with other tensors."""
-    tensors = inputs(640, 640, 64)
-    slopes = torch.tensor([0.5, 0.25, 0.1, 0.02])
-    outputs = []
-    for device in ("cuda", "cpu"):
-        own, on = [x.to(device) for x in tensors], slopes.to(device)
-        options = {
-            "causal": True,
-            "block_mask": mask_of("window", 640, 640, device),
-            "score_mod": lambda s, b, h, q, k, on=on: s - on[h] * (q - k).abs(),
-        }
-        outputs.append([x.float().cpu() for x in results(own, **options)])
-    for got, right in zip(*outputs, strict=True):
-        torch.testing.assert_close(got, right, atol=3e-2, rtol=3e-2)
-
-
-@pytest.mark.parametrize("kernel", runnable_archs())
-def test_a_bias_gradient_is_zero_in_hidden_blocks(kernel: str) -> None:
-    q, k, v, grad_out = (x.cuda() for x in inputs(640, 640, 64))
-    mask, bias = mask_of("document", 640, 640, "cuda"), torch.randn(2, NHEADS, 640, 640, device="cuda")
-    bias = bias.bfloat16().requires_grad_()
-    stale = torch.full((1 << 26,), float("nan"), device="cuda")  # what the gradient is allocated from
-    out = attention(q, k, v, bias=bias, block_mask=mask, kernel=kernel)
-    del stale
-    (found,) = torch.autograd.grad(out, bias, grad_out)
-    document, index = torch.arange(640, device="cuda") // 170, torch.arange(640, device="cuda")
-    visible = (index[:, None] >= index) & (document[:, None] == document)
-    assert found.isfinite().all() and not found[:, :, ~visible].any() and found[:, :, visible].any()
-
-
-@pytest.mark.parametrize("kernel", runnable_archs())
+@pytest.mark.parametrize("kernel", ARCHS)
 def test_keys_beyond_the_sequence_where_all_scores_are_low(kernel: str) -> None:
     """A mask of more keys than there are, whose last block is full for most queries."""
     q, k, v, grad_out = (x.cuda() for x in inputs(1024, 200, 64))
@@ -171,14 +136,105 @@ def test_keys_beyond_the_sequence_where_all_scores_are_low(kernel: str) -> None:
         torch.testing.assert_close(got.cpu().double(), right, atol=5e-2, rtol=5e-2)
 
 
-def test_in_a_graph() -> None:
-    q, k, v, _ = (x.cuda() for x in inputs(640, 640, 128))
-    mask = mask_of("document", 640, 640, "cuda")
-    attention(q, k, v, block_mask=mask)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attention(q, k, v, block_mask=mask)
-    q.copy_(inputs(640, 640, 128, seed=5)[0])
-    out.fill_(float("nan"))
-    graph.replay()
-    torch.testing.assert_close(out, attention(q, k, v, block_mask=mask), rtol=0, atol=0)
+# ---- masks made by kernels: torch's lists of the same function ----
+
+BATCH, HEADS = 2, 3
+LISTS = (
+    *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"),
+)
+
+
+def masks(device: str = "cuda") -> dict[str, Any]:
+    """Functions by name; those of documents, prefixes, padding and places capture tensors."""
+    generator = torch.Generator().manual_seed(0)
+    document = (torch.arange(3000) // 170).to(device)
+    shuffled = torch.randint(0, 40, (BATCH, 3000), generator=generator, dtype=torch.int16).to(device)
+    prefix = torch.tensor([300, 1100], dtype=torch.int32, device=device)
+    padded = (torch.arange(3000) < torch.tensor([[700], [2000]])).to(device)
+    time = torch.randint(0, 2**33, (3000,), generator=generator).cumsum(0).to(device)
+    place = torch.rand(3000, 2, generator=generator).sort(0).values.to(device)
+    blocks = (torch.rand(HEADS, 24, 24, generator=generator) > 0.5).to(device)
+    return {
+        "causal": lambda b, h, q, k: q >= k,
+        "window": lambda b, h, q, k: (q >= k) & (q - k <= 400 + 100 * h),
+        "documents": lambda b, h, q, k: (q >= k) & (document[q] == document[k]),
+        "shuffled": lambda b, h, q, k: shuffled[b, q] == shuffled[b, k],
+        "prefix": lambda b, h, q, k: (k < prefix[b]) | (q >= k),
+        "padded": lambda b, h, q, k: padded[b, q] & padded[b, k],
+        "neighbourhood": lambda b, h, q, k: ((q // 48 - k // 48).abs() <= 6) & ((q % 48 - k % 48).abs() <= 6),
+        "dilated": lambda b, h, q, k: ((q - k).abs() < 600) & ((q - k) % 16 == 0),
+        "in time": lambda b, h, q, k: (time[q] - time[k]).abs() < 2**39,
+        "near": lambda b, h, q, k: (place[q, 0] - place[k, 0]).abs() < 0.25 + place[k, 1],
+        "table": lambda b, h, q, k: blocks[h, q // 128, k // 128],
+        "everywhere": lambda b, h, q, k: q >= 0,
+        "nowhere": lambda b, h, q, k: q < 0,
+        "scattered": lambda b, h, q, k: (q * 31 + k * 17) % 1009 < 1,
+    }
+
+
+def assert_equal_masks(found: BlockMask, expected: BlockMask) -> None:
+    for name in LISTS:
+        x, y = getattr(found, name), getattr(expected, name)
+        assert torch.equal(x.expand_as(y), y), name
+    assert found.seq_lengths == expected.seq_lengths and found.BLOCK_SIZE == expected.BLOCK_SIZE
+
+
+@pytest.mark.parametrize("name", masks("cpu"))
+@pytest.mark.parametrize(
+    ("lengths", "block_size"),
+    [((1000, 1300), 128), ((2048, 2048), 128), ((333, 2900), (64, 256)), ((700, 65), 32)],
+)
+def test_lists_are_torch_s(name: str, lengths: tuple[int, int], block_size: Any) -> None:
+    mask_mod = masks()[name]
+    expected = create_block_mask(mask_mod, BATCH, HEADS, *lengths, device="cuda", BLOCK_SIZE=block_size)
+    torch.full((1 << 26,), -1, device="cuda")  # what the lists are allocated from afterwards
+    for _ in range(5):
+        assert_equal_masks(block_mask(mask_mod, BATCH, HEADS, *lengths, block_size=block_size), expected)
+
+
+@pytest.mark.parametrize("block_size", [(128, 128), (64, 256), (32, 96)])
+@pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("lengths", [(5000, 1300), (256, 9000), (90, 128)])
+def test_what_kernels_visit(
+    lengths: tuple[int, int], heads: int, heads_kv: int, block_size: tuple[int, int]
+) -> None:
+    """Against the definition on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
+    kinds = torch.randint(0, 3, (2, heads, rows, columns), generator=generator, dtype=torch.uint8)
+    call = (block_size, 2, lengths[0], 4, lengths[1], heads_kv)
+    for found, expected in zip(block_lists(kinds.cuda(), *call), block_lists(kinds, *call), strict=True):
+        assert torch.equal(found.cpu(), expected)
+
+
+def test_the_host_does_not_wait() -> None:
+    mask_mod = masks()["documents"]
+    block_mask(mask_mod, None, None, 2048, 2048)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        block_mask(mask_mod, None, None, 2048, 2048)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_attention_and_the_mask_in_one_graph() -> None:
+    """Two calls with the mask and their gradients, and other documents in a replay."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad_out = (torch.randn(1, 2048, 2, 64, generator=generator).cuda().bfloat16() for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    document = torch.arange(2048, device="cuda") // 170
+
+    def mask_mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i >= j) & (document[i] == document[j])
+
+    def step() -> list[Tensor]:
+        mask = block_mask(mask_mod, None, None, 2048, 2048)
+        out = attention(attention(*leaves, block_mask=mask), k, v, block_mask=mask)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+    graph, found = captured(step)
+    for length in (300, 170, 700):
+        document.copy_(torch.arange(2048, device="cuda") // length)
+        graph.replay()
+        torch.testing.assert_close(found, step(), rtol=2e-2, atol=2e-2)

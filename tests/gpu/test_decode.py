@@ -17,6 +17,7 @@ from cute_attn.reference.kvcache import merge, query_positions, rotate
 from cute_attn.tiles.inference import CombineTile
 from cute_attn.traits import Traits
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import assert_equal, captured
 from tests.kvcache_problem import CASES, Case, Problem
 
 ARCHS = runnable_archs("append")
@@ -69,10 +70,7 @@ def test_merge_attention_of_any_head_dim(dim, dtype):
     found = merge_attention(outs, lses, dtype=dtype)
     check_merged(found, outs, lses)
     for _ in range(3):  # from its record
-        assert all(
-            one.equal(other)
-            for one, other in zip(merge_attention(outs, lses, dtype=dtype), found, strict=True)
-        )
+        assert_equal(merge_attention(outs, lses, dtype=dtype), found)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 108, 1024])
@@ -88,16 +86,6 @@ def test_merge_attention(queries):
     check_merged((half, found[1]), outs.bfloat16().float(), lses)
     for _ in range(50):
         assert merge_attention(outs, lses)[0].equal(found[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks_join_once(dtype):
-    outs, lses = partial_results(6, 2, 33, 5, 128)
-    sinks = torch.tensor([0.5, -90.0, 200.0, -math.inf, 3.0], device="cuda").to(dtype)
-    out, lse = merge_attention(outs, lses, sinks=sinks)
-    exact, exact_lse = merge(outs.double(), lses.double(), sinks.double())
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 # ---- append ----
@@ -180,17 +168,42 @@ def cases_of_archs() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "arch"), cases_of_archs())
 def test_attention_is_the_definition(name, arch):
-    case = dataclasses.replace(CASES[name], dims=(64, 64))
-    problem, expected = Problem(case, dtype=torch.bfloat16).to("cuda"), Problem(case, dtype=torch.bfloat16)
-    if problem.slopes is not None:
-        problem.slopes, expected.slopes = problem.slopes.float(), expected.slopes.float()
-    out, lse = attention_with_kvcache(
-        problem.q, problem.k, problem.v, return_lse=True, kernel=arch, **problem.options()
-    )
-    whole, whole_lse = expected.run()
-    torch.testing.assert_close(out.cpu(), whole, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(lse.cpu(), whole_lse, rtol=1e-3, atol=1e-3)
+    check(problem_of(name, (64, 64)), "cpu", kernel=arch)
+
+
+def problem_of(name: str, dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> Problem:
+    return Problem(dataclasses.replace(CASES[name], dims=dims), dtype=dtype)
+
+
+def call(problem: Problem, **options):
+    """out and lse."""
+    given = options | problem.options()
+    return attention_with_kvcache(problem.q, problem.k, problem.v, return_lse=True, **given)
+
+
+def check(problem: Problem, exact: str, repeats: int = 0, **options) -> None:
+    """A problem on the CPU, which goes to the GPU, against the definition on the device ``exact``.
+
+    repeats: each appends the same rows at the same places, and has the same bits.
+    """
+    latent = problem.v.data_ptr() == problem.k.data_ptr()
+    expected = copy.deepcopy(problem).to(exact)
+    problem.to("cuda")
+    for one in (problem, expected):
+        one.slopes = None if one.slopes is None else one.slopes.float()
+        if latent:
+            one.share()
+    found = call(problem, **options)
+    assert_near(found, expected.run())
     assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
+    for _ in range(repeats):
+        assert_equal(call(problem, **options), found)
+
+
+def assert_near(found, expected) -> None:
+    """out and lse, of 16 bits."""
+    for one, whole, tolerance in zip(found, expected, (2e-2, 1e-3), strict=True):
+        torch.testing.assert_close(one, whole.to("cuda"), rtol=tolerance, atol=tolerance)
 
 
 ANY_ROWS = [(59, 13), (34, 18), (100, 100), (250, 251)]
@@ -206,14 +219,32 @@ WITH_ANY_ROWS = (
 @pytest.mark.parametrize("name", WITH_ANY_ROWS)
 def test_rows_that_start_anywhere(name, dims):
     """By the Ampere kernel on any GPU. Rows that no sequence has are NaN: columns beyond a head dim are theirs too."""
-    check_large(Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.bfloat16), "cpu")
+    check(problem_of(name, dims), "cpu")
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (320, 320), (264, 64)])
+@pytest.mark.parametrize("name", [name for name, arch in cases_of_archs() if arch == "sm90"])
+def test_large_head_dims(name, dims):
+    """With values of their own; also of columns whose halves have narrower swizzle atoms than keys."""
+    check(problem_of(name, dims), "cpu")
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (320, 64), (261, 300)])
+@pytest.mark.parametrize("name", WITH_ANY_ROWS)
+def test_large_head_dims_by_the_ampere_kernel(name, dims):
+    """Whose warps divide the columns of O; rows of the last ones start anywhere."""
+    check(problem_of(name, dims), "cpu", kernel="sm80")
+
+
+LENGTHS = (700, 64, 0, 1031, 5)
+"""Of several key blocks, and of none."""
 
 
 def many_blocks(heads, queries, dims, page) -> Case:
-    """Sequences of several key blocks, and of none, to which the queries' keys are appended."""
+    """Sequences to which the queries' keys are appended."""
     of_each = {"new": (queries,) * 5, "queries": (queries,) * 5}
     sizes = {"capacity": 1120, "page": page, "heads": heads, "dims": dims}
-    return Case((700, 64, 0, 1031, 5), **of_each, **sizes, rotary=8, mask="causal")
+    return Case(LENGTHS, **of_each, **sizes, rotary=8, mask="causal")
 
 
 @pytest.mark.parametrize("num_splits", [0, 3])
@@ -223,19 +254,35 @@ def many_blocks(heads, queries, dims, page) -> Case:
 def test_rows_that_start_anywhere_in_many_blocks(heads, queries, dims, page, num_splits):
     """Few and many queries, with keys divided among CTAs; from a record as well."""
     problem = Problem(many_blocks(heads, queries, dims, page), dtype=torch.float16)
-    found = check_large(problem, "cuda", num_splits=num_splits)
-    for _ in range(10):  # each appends the same rows at the same places
-        again = attention_with_kvcache(
-            problem.q, problem.k, problem.v, return_lse=True, num_splits=num_splits, **problem.options()
-        )
-        assert all(one.equal(other) for one, other in zip(again, found, strict=True))
+    check(problem, "cuda", repeats=10, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("heads", [1, 16, 40])
+def test_latent_attention_by_the_ampere_kernel(heads, num_splits):
+    """It loads values as any others."""
+    case = Case((700, 64, 0, 5), new=(2,) * 4, queries=(2,) * 4, capacity=768, page=12, heads=(heads, 1))
+    case = dataclasses.replace(case, dims=(576, 512), mask="causal")
+    check(Problem(case, dtype=torch.bfloat16).share(), "cuda", num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("heads", "queries", "new"), [(1, 1, 0), (8, 2, 2), (16, 1, 1), (128, 1, 0), (128, 1, 1), (24, 5, 5)]
+)
+def test_latent_attention(heads, queries, new, num_splits):
+    """Values are the first columns of the keys. Long sequences too, so that ranges of keys are divided."""
+    of_each = {"new": (new,) * 5 if new else (), "queries": (queries,) * 5}
+    sizes = {"capacity": 1088, "page": 64, "heads": (heads, 1), "dims": (576, 512)}
+    problem = Problem(Case(LENGTHS, **of_each, **sizes, mask="causal"), dtype=torch.bfloat16)
+    check(problem.share(), "cuda", repeats=30, num_splits=num_splits)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (13, 58), (256, 256)])
 @pytest.mark.parametrize("name", WITH_ANY_ROWS)
 def test_fp32(name, dims):
     """Also of rows that start anywhere; as precise as fp32."""
-    check_fp32(Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.float32))
+    check_fp32(problem_of(name, dims, torch.float32))
 
 
 @pytest.mark.parametrize("num_splits", [0, 3])
@@ -260,9 +307,7 @@ def check_fp32(problem: Problem, **options):
     problem.to("cuda")
     whole, whole_lse = expected.run()
     for _ in range(4):  # the later ones from a record, on the rows that the first one appended
-        out, lse = attention_with_kvcache(
-            problem.q, problem.k, problem.v, return_lse=True, **options, **problem.options()
-        )
+        out, lse = call(problem, **options)
         torch.testing.assert_close(out.cpu().double(), whole, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(lse.cpu().double(), whole_lse, rtol=1e-5, atol=1e-5)
     for found, own in ((problem.k, expected.k), (problem.v, expected.v)):
@@ -277,7 +322,7 @@ def test_fp32_follows_pytorchs_precision(monkeypatch):
     for allowed in (False, True, False, True):
         monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
         for _ in range(3):
-            out = attention_with_kvcache(problem.q, problem.k, problem.v, **problem.options())
+            out, _ = call(problem)
             error = (out.cpu() - exact).abs().max().item()
             assert (1e-5 < error < 5e-3) if allowed else error < 1e-5
 
@@ -285,85 +330,17 @@ def test_fp32_follows_pytorchs_precision(monkeypatch):
 @pytest.mark.parametrize("dim", [13, 59, 100])
 def test_keys_and_values_side_by_side(dim):
     """Views of one tensor, so that values start between multiples of 16 bytes, and calls at several addresses."""
-    case = Case(
-        (400, 37), new=(2, 2), queries=(2, 2), capacity=512, heads=(4, 2), dims=(dim, dim), mask="causal"
-    )
-    expected = Problem(case, dtype=torch.float16)
-    whole, whole_lse = copy.deepcopy(expected).run()
+    sizes = {"new": (2, 2), "queries": (2, 2), "capacity": 512, "heads": (4, 2), "dims": (dim, dim)}
+    expected = Problem(Case((400, 37), **sizes, mask="causal"), dtype=torch.float16)
+    whole = copy.deepcopy(expected).run()
     for shift in (0, 1, 2, 4, 0) if dim % 2 else (0, 4, 8, 4, 0):
         problem = copy.deepcopy(expected).to("cuda")
-        both = torch.full(
-            (problem.k[..., 0].numel() * 2 * dim + shift,), math.nan, dtype=torch.float16, device="cuda"
-        )
+        both = problem.k.new_full((2 * problem.k.numel() + shift,), math.nan)
         both = both[shift:].view(*problem.k.shape[:3], 2 * dim)
+        problem.k, problem.v = both.split(dim, -1)
         for _ in range(3):
-            both[..., :dim], both[..., dim:] = expected.k.to("cuda"), expected.v.to("cuda")
-            found = attention_with_kvcache(
-                problem.q, both[..., :dim], both[..., dim:], return_lse=True, **problem.options()
-            )
-            torch.testing.assert_close(found[0].cpu(), whole, rtol=2e-2, atol=2e-2)
-            torch.testing.assert_close(found[1].cpu(), whole_lse, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("dims", [(576, 512), (320, 320), (264, 64)])
-@pytest.mark.parametrize("name", [name for name, arch in cases_of_archs() if arch == "sm90"])
-def test_large_head_dims(name, dims):
-    """With values of their own; also of columns whose halves have narrower swizzle atoms than keys."""
-    check_large(Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.bfloat16), "cpu")
-
-
-@pytest.mark.parametrize("dims", [(576, 512), (320, 64), (261, 300)])
-@pytest.mark.parametrize("name", WITH_ANY_ROWS)
-def test_large_head_dims_by_the_ampere_kernel(name, dims):
-    """Whose warps divide the columns of O; rows of the last ones start anywhere."""
-    problem = Problem(dataclasses.replace(CASES[name], dims=dims), dtype=torch.bfloat16)
-    check_large(problem, "cpu", kernel="sm80")
-
-
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("heads", [1, 16, 40])
-def test_latent_attention_by_the_ampere_kernel(heads, num_splits):
-    """It loads values as any others."""
-    case = Case((700, 64, 0, 5), new=(2,) * 4, queries=(2,) * 4, capacity=768, page=12, heads=(heads, 1))
-    case = dataclasses.replace(case, dims=(576, 512), mask="causal")
-    check_large(Problem(case, dtype=torch.bfloat16).share(), "cuda", num_splits=num_splits)
-
-
-@pytest.mark.parametrize("num_splits", [0, 1, 3])
-@pytest.mark.parametrize(
-    ("heads", "queries", "new"), [(1, 1, 0), (8, 2, 2), (16, 1, 1), (128, 1, 0), (128, 1, 1), (24, 5, 5)]
-)
-def test_latent_attention(heads, queries, new, num_splits):
-    """Values are the first columns of the keys. Long sequences too, so that ranges of keys are divided."""
-    of_each = {"new": (new,) * 5 if new else (), "queries": (queries,) * 5}
-    sizes = {"capacity": 1088, "page": 64, "heads": (heads, 1), "dims": (576, 512)}
-    case = Case((700, 64, 0, 1031, 5), **of_each, **sizes, mask="causal")
-    problem = Problem(case, dtype=torch.bfloat16).share()
-    found = check_large(problem, "cuda", num_splits=num_splits)
-    for _ in range(30):  # each appends the same rows at the same places
-        again = attention_with_kvcache(
-            problem.q, problem.k, problem.v, return_lse=True, num_splits=num_splits, **problem.options()
-        )
-        assert all(one.equal(other) for one, other in zip(again, found, strict=True))
-
-
-def check_large(problem: Problem, exact: str, **options):
-    """A problem on the CPU, which goes to the GPU, against the definition on the device ``exact``."""
-    latent = problem.v.data_ptr() == problem.k.data_ptr()
-    expected = copy.deepcopy(problem).to(exact)
-    problem.to("cuda")
-    for one in (problem, expected):
-        one.slopes = None if one.slopes is None else one.slopes.float()
-        if latent:
-            one.share()
-    found = attention_with_kvcache(
-        problem.q, problem.k, problem.v, return_lse=True, **options, **problem.options()
-    )
-    whole, whole_lse = expected.run()
-    torch.testing.assert_close(found[0], whole.to("cuda"), rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(found[1], whole_lse.to("cuda"), rtol=1e-3, atol=1e-3)
-    assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
-    return found
+            problem.k.copy_(expected.k), problem.v.copy_(expected.v)
+            assert_near(call(problem), whole)
 
 
 def test_a_graph_replays_with_other_lengths():
@@ -373,19 +350,14 @@ def test_a_graph_replays_with_other_lengths():
     )
     problem = Problem(case, dtype=torch.bfloat16).to("cuda")
     problem.k.nan_to_num_(0.5), problem.v.nan_to_num_(0.5, 0.5)
-    problem.rotary = dataclasses.replace(problem.rotary, interleaved=True)
     options = problem.options()
     lengths = options["cache_seqlens"]
     start = [x.clone() for x in (problem.k, problem.v)]
 
-    def call():
+    def run():
         return attention_with_kvcache(problem.q, problem.k, problem.v, return_lse=True, **options)
 
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call()
+    graph, found = captured(run)
     for given in ((5, 9, 0), (199, 0, 64), (0, 0, 0), (100, 150, 199)):
         results = []
         for replay in (True, False):
@@ -393,5 +365,5 @@ def test_a_graph_replays_with_other_lengths():
             lengths.copy_(torch.tensor(given, dtype=torch.int32))
             if replay:
                 graph.replay()
-            results.append([x.clone() for x in (*(found if replay else call()), problem.k, problem.v)])
-        assert all(one.equal(other) for one, other in zip(*results, strict=True)), given
+            results.append([x.clone() for x in (*(found if replay else run()), problem.k, problem.v)])
+        assert_equal(*results)

@@ -1,13 +1,18 @@
 """Attention of few queries with many keys divides them among CTAs: results and gradients as without."""
 
+import random
+from itertools import accumulate
+
 import pytest
 import torch
 
 from cute_attn import attention, attention_varlen
 from cute_attn.host import plans
+from tests.divided_keys import Line
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import int32, randn, with_gradients
 
-pytestmark = pytest.mark.skipif("sm90" not in runnable_archs(), reason="keys are divided on Hopper")
+ON_HOPPER = pytest.mark.skipif("sm90" not in runnable_archs(), reason="keys are divided on Hopper")
 
 BATCHED = {
     "plain": ({}, (2, 40, 6000, 8, 2, 128)),
@@ -18,33 +23,37 @@ BATCHED = {
 
 
 def tensors(*shapes):
-    generator = torch.Generator("cuda").manual_seed(1)
-    return [torch.randn(*shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+    return [randn(*shape, seed=i) for i, shape in enumerate(shapes)]
 
 
-def launches(function):
-    """Whether the call was divided."""
+def check(call, *arguments, **options):
+    """out and lse of a call that is divided, and of the same by the ordinary kernel."""
     plans.forget()
-    result = function()
+    found = call(*arguments, return_lse=True, **options)
     assert {made.kernel.traits.op for made in plans._plans.values()} == {"kvcache"}
-    return result
-
-
-def check(found, expected):
+    expected = call(*arguments, return_lse=True, kernel="sm90", **options)
     for one, whole, tolerance in zip(found, expected, (1e-2, 2e-3), strict=True):
         torch.testing.assert_close(one, whole, rtol=tolerance, atol=tolerance)
 
 
+def check_gradients(tensors, **options):
+    """Those of the ordinary backward."""
+    out = attention(*tensors, **options)
+    found, expected = (
+        with_gradients(lambda *x, kernel=kernel: attention(*x, kernel=kernel, **options), tensors, 2 * out)
+        for kernel in (None, "sm90")
+    )
+    torch.testing.assert_close(found[1:], expected[1:], rtol=3e-2, atol=3e-2)
+
+
+@ON_HOPPER
 @pytest.mark.parametrize("name", BATCHED)
 def test_batched(name):
     options, (batch, queries, keys, heads, heads_kv, dim) = BATCHED[name]
     q, k, v = tensors((batch, queries, heads, dim), *[(batch, keys, heads_kv, dim)] * 2)
-    found = launches(lambda: attention(q, k, v, return_lse=True, **options))
-    check(found, attention(q, k, v, return_lse=True, kernel="sm90", **options))
-    used = torch.tensor([keys - 77, 100][:batch], dtype=torch.int32, device="cuda")
+    check(attention, q, k, v, **options)
     k[0, keys - 77 :], v[0, keys - 77 :] = torch.nan, torch.nan
-    found = launches(lambda: attention(q, k, v, seqused_k=used, return_lse=True, **options))
-    check(found, attention(q, k, v, seqused_k=used, return_lse=True, kernel="sm90", **options))
+    check(attention, q, k, v, seqused_k=int32(*[keys - 77, 100][:batch]), **options)
 
 
 FUNCTIONS = {
@@ -58,42 +67,41 @@ FUNCTIONS = {
 }
 
 
+@ON_HOPPER
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name):
     """Indices count within the sequence, as where keys are not divided; gradients are the ordinary backward's."""
-    options = FUNCTIONS[name]
-    q, k, v = (x.requires_grad_() for x in tensors((2, 9, 8, 128), *[(2, 6001, 2, 128)] * 2))
-    found = launches(lambda: attention(*(x.detach() for x in (q, k, v)), return_lse=True, **options))
-    check(found, attention(q, k, v, return_lse=True, kernel="sm90", **options))
-    grads = []
-    for kernel in (None, "sm90"):
-        out = attention(q, k, v, kernel=kernel, **options)
-        grads.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
-    for one, whole in zip(*grads, strict=True):
-        torch.testing.assert_close(one, whole, rtol=3e-2, atol=3e-2)
+    given = tensors((2, 9, 8, 128), *[(2, 6001, 2, 128)] * 2)
+    check(attention, *given, **FUNCTIONS[name])
+    check_gradients(given, **FUNCTIONS[name])
 
 
+@ON_HOPPER
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal):
     """Also sequences without queries or keys; the rows of the others are no sequence's own."""
     queries, keys = (3, 0, 70, 9, 5), (5000, 200, 4097, 0, 6)
     q, k, v = tensors((sum(queries), 8, 128), *[(sum(keys), 2, 128)] * 2)
     k[5000:5200], v[5000:5200] = torch.nan, torch.nan  # of the sequence without queries
-    starts = [
-        torch.tensor([sum(n[:i]) for i in range(6)], dtype=torch.int32, device="cuda")
-        for n in (queries, keys)
-    ]
-    arguments = (q, k, v, *starts, 70, 5000)
-    options = {"causal": causal, "return_lse": True}
-    found = launches(lambda: attention_varlen(*arguments, **options))
-    check(found, attention_varlen(*arguments, kernel="sm90", **options))
+    starts = (int32(0, *accumulate(n)) for n in (queries, keys))
+    check(attention_varlen, q, k, v, *starts, 70, 5000, causal=causal)
 
 
+@ON_HOPPER
 def test_gradients():
-    q, k, v = (x.requires_grad_() for x in tensors((1, 64, 4, 64), *[(1, 6000, 2, 64)] * 2))
-    grads = []
-    for kernel in (None, "sm90"):
-        out = attention(q, k, v, causal=True, kernel=kernel)
-        grads.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
-    for one, whole in zip(*grads, strict=True):
-        torch.testing.assert_close(one, whole, rtol=3e-2, atol=3e-2)
+    check_gradients(tensors((1, 64, 4, 64), *[(1, 6000, 2, 64)] * 2), causal=True)
+
+
+# ---- stream-K ranges of all key blocks, by a warp ----
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "window"])
+@pytest.mark.parametrize("batch", [1, 31, 32, 33, 100])
+def test_a_warp_finds_what_a_thread_finds(batch, kind):
+    pick = random.Random(batch)
+    for overhead, ctas in ((0, 132), (3, 7), (2, 264)):
+        lengths = [(pick.choice((0, 1, 1, 17)), pick.randint(0, 900)) for _ in range(batch)]
+        line = Line(kind, overhead, lengths, 2, ctas, device="cuda")
+        line.check()
+        host = Line(kind, overhead, lengths, 2, ctas)
+        assert line.ranges == host.ranges and line.found == host.found

@@ -1,10 +1,10 @@
-"""The backward of fp32 tensors on the GPU, at fp32's precision and in tf32: against float64 and PyTorch's kernel.
+"""The backward of fp32 tensors on the GPU, at fp32's precision and in tf32: against float64 and other kernels.
 
-At fp32's precision, operands are two fp16 terms, or whole where the tensors do not fit two terms.
+At fp32's precision, operands are two fp16 terms, or whole where the tensors do not fit two terms; in tf32 they are one.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from cute_attn import attention_backward, attention_varlen_backward
 from cute_attn.compiler import registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
-from tests.checks import Errors
+from tests.gpu.compare import compare_errors, randn
 from tests.problem import Case, Problem, Start
 
 MQA = {"nheads": 4, "nheads_kv": 1}
@@ -35,8 +35,7 @@ CASES = [
     Case("varlen", lengths_q=(50, 130, 1, 40), lengths_k=(60, 130, 70, 0), batch=4, causal=True),
     Case("seqused", lengths_q=(90, 70), lengths_k=(80, 150), seqused_q=(60, 70), seqused_k=(80, 100)),
 ]
-CASES = [Case(**{**vars(case), "dtype": "fp32", "name": f"fp32-{case.name}"}) for case in CASES]
-BY_NAME = {case.name.removeprefix("fp32-"): case for case in CASES}
+BY_NAME = {case.name: replace(case, dtype="fp32") for case in CASES}
 TERMS = "operands=terms"
 WHOLE = "operands=whole,num_warps=4"
 TILES = {
@@ -53,12 +52,12 @@ TILES = {
 }
 
 
-def run(problem: Problem, start: Start, **options: Any) -> dict[str, Tensor]:
-    """Gradients from the definition's outputs, so that only the backward's errors count."""
+def run(problem: Problem, start: Start, by: torch.dtype = torch.float32, **options: Any) -> dict[str, Tensor]:
+    """Gradients from outputs by the definition in ``by``, so that only the backward's errors count."""
     case, lengths, inputs = problem.case, problem.lengths, problem.inputs
     if case.dtype == "fp32" and "precision" not in options and not options.get("tile"):
         options["tile"] = TERMS  # small calls have whole operands by default
-    out, lse, _ = problem._define(torch.float32)
+    out, lse, _ = problem._define(by)
     wanted = ("q", "k", "v", "bias") if case.bias else ("q", "k", "v")
     options |= {"causal": case.causal, "window": case.window, "softcap": case.softcap, "wanted": wanted}
     options |= {"alibi_slopes": inputs.alibi_slopes, "bias": inputs.bias, "rng_state": inputs.rng_state}
@@ -73,41 +72,50 @@ def run(problem: Problem, start: Start, **options: Any) -> dict[str, Tensor]:
     return dict(zip(("dq", "dk", "dv", "dbias"), found, strict=False))
 
 
+def problem_of(case: Case) -> tuple[Problem, dict[str, Tensor]]:
+    """A problem, and the tensors of its call, which may be changed in place."""
+    problem = case.build("cuda")
+    start = problem.start()
+    assert start.out is not None
+    return problem, dict(zip(("q", "k", "v", "grad_out"), (*problem.tensors, start.out), strict=True))
+
+
 def compare(
-    case: Case, factor: float, floor: float, change: Callable[[Tensor], Tensor] | None = None, **options: Any
+    case: Case,
+    factor: float = 3.0,
+    floor: float = 16 * 2.0**-24,
+    change: Callable[[Tensor], Tensor] | None = None,
+    **options: Any,
 ) -> None:
     """The largest and the rms error are at most ``factor`` times plain torch's, and ``floor`` of the largest value.
 
     change: of q, k, v and the gradient of out, which have NaN in rows that no sequence owns.
     """
-    problem = case.build("cuda")
-    start = problem.start()
+    problem, tensors = problem_of(case)
     if change is not None:
-        tensors = tuple(change(x) for x in problem.tensors)
-        problem = dataclasses.replace(problem, tensors=tensors)
-        assert start.out is not None
-        start = Start(change(start.out), None)
+        for x in tensors.values():
+            x.copy_(change(x))
+    start = Start(tensors["grad_out"], None)
     exact, plain = (problem.expected_gradients(start, dtype) for dtype in (torch.float64, torch.float32))
     for name, value in run(problem, start, **options).items():
         assert value.dtype == torch.float32 and not value.isnan().any(), name
-        own, torch_ = Errors.of(value, exact[name]), Errors.of(plain[name], exact[name])
-        print(f"{name}: error {own}, plain torch's {torch_}")
-        size = exact[name].abs().max().item()
-        assert own.rms <= factor * torch_.rms + floor * size, f"{name}: rms {own}, plain torch's {torch_}"
-        assert own.largest <= factor * torch_.largest + 4 * floor * size, (
-            f"{name}: {own}, plain torch's {torch_}"
-        )
+        allowed = floor * exact[name].abs().max().item()
+        compare_errors(name, value, plain[name], exact[name], (factor, allowed), (factor, 4 * allowed))
+
+
+def finite(x: Tensor) -> Tensor:
+    """In rows that no sequence owns, so that tensors fit terms; with NaN there, the fallback kernel computes."""
+    return x.nan_to_num(2.5, -2.5, 2.5)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_gradients_have_the_precision_of_fp32(name: str) -> None:
-    compare(BY_NAME[name], 3.0, 16 * 2.0**-24)
+    compare(BY_NAME[name])
 
 
 @pytest.mark.parametrize("name", ["varlen", "seqused"])
 def test_rows_that_no_sequence_owns(name: str) -> None:
-    """Finite ones, so that the tensors fit two terms; with NaN in them, the test above has whole operands."""
-    compare(BY_NAME[name], 3.0, 16 * 2.0**-24, lambda x: x.nan_to_num(2.5, -2.5, 2.5))
+    compare(BY_NAME[name], change=finite)
 
 
 @pytest.mark.parametrize("small", ["q", "k", "v", "grad_out", "all", "all but the last of v and grad_out"])
@@ -116,10 +124,7 @@ def test_small_rows_keep_their_digits(small: str) -> None:
 
     Score gradients are as small as rows of v and of grad_out together; no query but the last sees the last key.
     """
-    problem = BY_NAME["d64-causal"].build("cuda")
-    start = problem.start()
-    assert start.out is not None
-    changed = dict(zip(("q", "k", "v", "grad_out"), (*problem.tensors, start.out), strict=True))
+    problem, changed = problem_of(BY_NAME["d64-causal"])
     for name, x in changed.items():
         if small == "all":
             x *= 1e-6
@@ -127,6 +132,7 @@ def test_small_rows_keep_their_digits(small: str) -> None:
             x[1, 7] *= 1e-8
         elif small.endswith(name) or (small.startswith("all but") and name == "v"):
             x[:, -1] *= 2.0**13
+    start = Start(changed["grad_out"], None)
     exact = problem.expected_gradients(start, torch.float64)
     for name, value in run(problem, start).items():
         right = exact[name]
@@ -136,11 +142,9 @@ def test_small_rows_keep_their_digits(small: str) -> None:
 
 def small_problem() -> tuple[Tensor, ...]:
     """grad_out, q, k, v, out and lse of one head, causal."""
-    problem = Case("", batch=1, nheads=2, dtype="fp32", causal=True).build("cuda")
+    problem, tensors = problem_of(Case("", batch=1, nheads=2, dtype="fp32", causal=True))
     out, lse, _ = problem._define(torch.float32)
-    grad_out = problem.start().out
-    assert grad_out is not None
-    return grad_out, *problem.tensors, out, lse.float()
+    return tensors["grad_out"], *problem.tensors, out, lse.float()
 
 
 def assert_alike(
@@ -197,74 +201,138 @@ def test_gradients_in_tf32(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "tile"), [(name, tile) for name, tiles in TILES.items() for tile in tiles])
 def test_any_tile_equals_any_tile(name: str, tile: str) -> None:
-    compare(BY_NAME[name], 3.0, 16 * 2.0**-24, tile=tile)
+    compare(BY_NAME[name], tile=tile)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_error_is_at_most_one_and_a_half_of_pytorchs(head_dim: int, with_bias: bool) -> None:
     """The memory-efficient kernel, which also multiplies by three tf32 products."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (2, 512, 2, head_dim)
-    q, k, v, grad = (torch.randn(shape, generator=generator, device="cuda") for _ in range(4))
-    bias = torch.randn((2, 2, 512, 512), generator=generator, device="cuda") if with_bias else None
-    leaves = [q, k, v] if bias is None else [q, k, v, bias]
-
-    def gradients(dtype: torch.dtype, *backends: SDPBackend) -> tuple[Tensor, ...]:
-        own = [x.to(dtype).detach().requires_grad_() for x in leaves]
-        heads_first = [x.transpose(1, 2) for x in own[:3]]
-        mask = own[3] if with_bias else None
-        with sdpa_kernel(list(backends)):
-            out = scaled_dot_product_attention(*heads_first, attn_mask=mask, is_causal=not with_bias)
-        return torch.autograd.grad(out.transpose(1, 2), own, grad.to(dtype))
-
-    exact = gradients(torch.float64, SDPBackend.MATH)
-    theirs = gradients(torch.float32, SDPBackend.EFFICIENT_ATTENTION)
-    case = Case(
-        "", seqlen_q=512, seqlen_k=512, nheads=2, head_dim=head_dim, dtype="fp32", causal=not with_bias
-    )
-    problem = case.build("cuda")
-    inputs = (
-        problem.inputs if bias is None else type(problem.inputs)(**{**vars(problem.inputs), "bias": bias})
-    )
-    problem = Problem(case, (q, k, v), problem.lengths, inputs, problem.owned)
-    out, lse, _ = problem._define(torch.float64)
-    wanted = ("q", "k", "v", "bias")[: len(leaves)]
-    causal = {"causal": not with_bias, "bias": bias, "wanted": wanted, "tile": TERMS}
-    ours = attention_backward(grad, q, k, v, out.float(), lse.float(), **causal)  # type: ignore[arg-type]
-    for name, own, other, wanted_ in zip(wanted, ours, theirs, exact, strict=True):
-        errors = Errors.of(own, wanted_), Errors.of(other, wanted_)
-        print(f"d{name}: error {errors[0]}, PyTorch's {errors[1]}")
-        assert errors[0].rms <= 1.5 * errors[1].rms, f"d{name}: {errors[0]}, PyTorch's {errors[1]}"
-        assert errors[0].largest <= 1.5 * errors[1].largest, f"d{name}: {errors[0]}, PyTorch's {errors[1]}"
+    sizes = {"seqlen_q": 512, "seqlen_k": 512, "nheads": 2, "head_dim": head_dim, "dtype": "fp32"}
+    problem, tensors = problem_of(Case("", bias="fp32" * with_bias, causal=not with_bias, **sizes))
+    start, bias = Start(tensors["grad_out"], None), problem.inputs.bias
+    leaves = [x.detach().requires_grad_() for x in (*problem.tensors, bias) if x is not None]
+    q, k, v = (x.transpose(1, 2) for x in leaves[:3])
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = scaled_dot_product_attention(q, k, v, leaves[3] if with_bias else None, is_causal=not with_bias)
+    theirs = torch.autograd.grad(out.transpose(1, 2), leaves, start.out)
+    exact, ours = problem.expected_gradients(start, torch.float64), run(problem, start, torch.float64)
+    for (name, own), other in zip(ours.items(), theirs, strict=True):
+        compare_errors(name, own, other, exact[name], (1.5, 0.0), (1.5, 0.0))
 
 
 def test_nan_reaches_the_gradients() -> None:
     """Whatever the bits of the NaN, or inf: rounding to tf32 must not make a number of it."""
-    case = BY_NAME["d64-causal"]
-    for precision in ("fp32", "tf32"):
+    for precision, tile in (("fp32", TERMS), ("tf32", None)):
         for bits in (0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000):
-            problem = case.build("cuda")
-            start = problem.start()
-            expected_out, expected_lse, _ = problem._define(torch.float32)
-            q, k, v = problem.tensors
+            problem, tensors = problem_of(BY_NAME["d64-causal"])
+            out, lse, _ = problem._define(torch.float32)
+            q, k, v, grad_out = tensors.values()
             k.view(torch.int32)[1, 5, 1, 7] = bits
-            assert start.out is not None
-            dq, dk, dv = attention_backward(
-                start.out,
-                *(q, k, v, expected_out, expected_lse),
-                causal=True,
-                precision=precision,
-                tile=TERMS if precision == "fp32" else None,
-            )
+            given = (grad_out, q, k, v, out, lse)
+            dq, dk, dv = attention_backward(*given, causal=True, precision=precision, tile=tile)
             for reached in (dq[1, :, 2:], dk[1, 5, 1], dv[1, 5, 1]):
                 assert not reached.isfinite().all()
             assert not dq[0].isnan().any() and not dk[0].isnan().any() and not dv[0].isnan().any()
 
 
+# ---- one term, precision tf32, against the kernels that multiply in tf32 ----
+
+IN_TF32 = {
+    name: BY_NAME[name] for name in ("d64-causal", "d128-causal", "d256", "alibi", "bias-dropout", "varlen")
+}
+IN_TF32 |= {
+    "d96": Case("d96", seqlen_q=100, seqlen_k=90, head_dim=96, dtype="fp32", causal=True),
+    "d96-bias": Case("d96-bias", seqlen_q=70, seqlen_k=130, head_dim=96, dtype="fp32", bias="fp32"),
+    "d96-softcap": Case("d96-softcap", seqlen_q=90, seqlen_k=110, head_dim=96, dtype="fp32", softcap=5.0),
+    "d192x96": Case("d192x96", seqlen_q=90, seqlen_k=110, head_dim=192, head_dim_v=96, dtype="fp32"),
+    "d128x160": Case("d128x160", seqlen_q=90, seqlen_k=110, head_dim=128, head_dim_v=160, dtype="fp32"),
+    "d512": Case("d512", seqlen_q=70, seqlen_k=100, head_dim=512, dtype="fp32"),
+}
+RATIO = 1.5
+"""How many times the error of products in tf32 one of fp16 terms may have."""
+
+
+def compare_in_tf32(problem: Problem, grad_out: Tensor) -> None:
+    """Errors of gradients in terms are at most RATIO of those by the other kernels, as a whole and of most rows."""
+    start = Start(grad_out, None)
+    exact = problem.expected_gradients(start, torch.float64)
+    own, tf32 = (run(problem, start, precision="tf32", tile=tile) for tile in (TERMS, None))
+    for name, value in own.items():
+        right, other = exact[name], tf32[name]
+        assert not value.isnan().any(), name
+        allowed = 2.0**-22 * right.abs().max().item()
+        compare_errors(name, value, other, right, (RATIO, allowed), (2 * RATIO, allowed))
+        rows = [(x.double() - right).square().mean(-1).sqrt().flatten() for x in (value, other)]
+        used = rows[1] > 0
+        if used.any():
+            assert (rows[0][used] / rows[1][used]).median() <= RATIO, name
+
+
+@pytest.mark.parametrize("single", IN_TF32)
+def test_gradients_are_as_exact_as_in_tf32(single: str) -> None:
+    problem, tensors = problem_of(IN_TF32[single])
+    compare_in_tf32(problem, tensors["grad_out"])
+
+
+@pytest.mark.parametrize("single", ["varlen"])
+def test_rows_that_no_sequence_owns_in_tf32(single: str) -> None:
+    problem, tensors = problem_of(IN_TF32[single])
+    for x in tensors.values():
+        x.copy_(finite(x))
+    compare_in_tf32(problem, tensors["grad_out"])
+
+
+SMALL_ROWS = [("d64-causal", small) for small in ("q", "k", "v", "grad_out")]
+SMALL_ROWS += [("d128-causal", "grad_out"), ("d512", "grad_out")]
+
+
+@pytest.mark.parametrize(("single", "small"), SMALL_ROWS)
+def test_a_row_that_is_too_small_for_one_term(single: str, small: str) -> None:
+    """The fallback kernel computes, with half the keys of a CTA; of head dim 512 it streams its operands, and adds to
+    dQ in the same order."""
+    problem, tensors = problem_of(IN_TF32[single])
+    tensors[small][1, 7] *= 1e-9
+    compare_in_tf32(problem, tensors["grad_out"])
+
+
+@pytest.mark.parametrize("single", ["d64-causal", "d512"])
+@pytest.mark.parametrize("first", [0.0, -20.0])
+def test_the_scale_of_score_gradients_changes(single: str, first: float) -> None:
+    """From queries to queries upwards, or downwards."""
+    problem, tensors = problem_of(IN_TF32[single])
+    grad_out = tensors["grad_out"]
+    steps = torch.linspace(first, -20.0 - first, grad_out.shape[1], device="cuda").exp2()
+    compare_in_tf32(problem, grad_out.mul_(steps[None, :, None, None]))
+
+
+@pytest.mark.parametrize("small_row", [False, True])
+def test_large_calls_take_it_by_themselves_and_repeat_bit_for_bit(small_row: bool) -> None:
+    grad_out, q, k, v = (randn(2, 1024, 8, 64, seed=i, dtype=torch.float32) for i in range(4))
+    if small_row:
+        k[0, 1000, 3] *= 1e-9
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).contiguous()
+    options = {"precision": "tf32", "deterministic": True}
+    found = [
+        attention_backward(grad_out, q, k, v, out, lse, tile=tile, **options)  # type: ignore[arg-type]
+        for tile in (None, None, TERMS)
+    ]
+    for first, *others in zip(*found, strict=True):
+        assert first is not None and first.isfinite().all()
+        assert all(torch.equal(first, other) for other in others)
+
+
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
-    """The backward's kernels; no forward."""
+    """The backward's kernels, no forward; in tf32 those in one term, and those they are compared with."""
     if "name" in params:
         traits = BY_NAME[params["name"]].traits("sm80", "backward")
-        main = registry.lookup(traits, params.get("tile"), target)
-        yield from ((traits, own, target) for traits, own in kernels_of(main))
+        mains = [registry.lookup(traits, params.get("tile"), target)]
+    elif "single" in params:
+        traits = replace(IN_TF32[params["single"]].traits("sm80", "backward"), precision="tf32")
+        main = registry.lookup(traits, None, target)
+        mains = [main, main.of_whole_operands(target)]
+    else:
+        return
+    yield from ((own, tile, target) for main in mains for own, tile in kernels_of(main))

@@ -1,4 +1,4 @@
-"""score_mod and mask_mod on the GPU: forward and backward against dense torch in float64, and what is refused.
+"""score_mod and mask_mod on the GPU: forward and backward against dense torch in float64, and FlexAttention.
 
 Kernels are built here, one after the other: the processes that build for other tests know no traced functions.
 """
@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as pytorch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 from torch.utils.checkpoint import checkpoint
 
-from cute_attn import attention, attention_varlen
+from cute_attn import attention, attention_varlen, flex
+from cute_attn.flex import overrides
+from cute_attn.host.block_masks import _made_of
 from cute_attn.reference.check_epilogue import for_each
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import captured, int32, randn
 
+ARCHS = runnable_archs()
 Made = tuple[Callable[..., Any] | None, Callable[..., Any] | None]
 SEQLEN, NHEADS = 300, 4
 
@@ -94,22 +99,16 @@ def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any) -> tup
     return torch.einsum("bhqk,bkhd->bqhd", p.to(v.dtype), v), scores.logsumexp(-1)
 
 
-def inputs(head_dim: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
+def inputs(head_dim: int = 64) -> list[Tensor]:
     heads = (NHEADS, NHEADS // 2, NHEADS // 2)
-    return [
-        torch.randn(2, SEQLEN, n, head_dim, device="cuda", generator=generator).to(dtype).requires_grad_()
-        for n in heads
-    ]
+    return [randn(2, SEQLEN, n, head_dim, seed=i).requires_grad_() for i, n in enumerate(heads)]
 
 
-@pytest.mark.parametrize(("arch", "head_dim"), [("sm80", 64), ("sm90", 128)])
+@pytest.mark.parametrize(("arch", "head_dim"), [x for x in (("sm80", 64), ("sm90", 128)) if x[0] in ARCHS])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_dense_torch(name: str, head_dim: int, arch: str) -> None:
-    if arch not in runnable_archs():
-        pytest.skip(f"no GPU for {arch}")
     score_mod, mask_mod = functions(name, tensors("cuda"))
-    leaves = inputs(head_dim, torch.bfloat16)
+    leaves = inputs(head_dim)
     got = attention(*leaves, score_mod=score_mod, mask_mod=mask_mod, return_lse=True, kernel=arch)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     right = dense(*exact, score_mod, mask_mod)
@@ -122,38 +121,24 @@ def test_equals_dense_torch(name: str, head_dim: int, arch: str) -> None:
     seen = right[1].isfinite()
     assert torch.equal(got[1].isfinite(), seen)
     torch.testing.assert_close(got[1][seen].double(), right[1][seen], atol=2e-3, rtol=1e-3)
-    triples = zip(
-        ("out", "dq", "dk", "dv"), (got[0], *found), (right[0], *expected), (torchs[0], *theirs), strict=True
-    )
-    for what, ours, exact_one, torch_one in triples:
-        error, allowed = (
-            float((x.detach().double() - exact_one.detach()).abs().max()) for x in (ours, torch_one)
+    ours, exact_ones, plain = (got[0], *found), (right[0], *expected), (torchs[0], *theirs)
+    check_errors(("out", "dq", "dk", "dv"), ours, exact_ones, plain, floor=2**-8)
+
+
+def check_errors(names: Sequence[str], *results: Sequence[Tensor], floor: float) -> None:
+    """Ours are at most three times plain torch's, and ``floor`` of the largest value; results: ours, exact, plain."""
+    for name, own, right, plain in zip(names, *results, strict=True):
+        error, allowed = (float((x.detach().double() - right.detach()).abs().max()) for x in (own, plain))
+        assert error <= 3 * allowed + floor * float(right.abs().max()), (
+            f"{name}: {error} for torch's {allowed}"
         )
-        floor = 2**-8 * float(exact_one.abs().max())
-        assert error <= 3 * allowed + floor, f"{what}: {error} for torch's {allowed}"
-
-
-def test_varlen_and_dropout_repeat() -> None:
-    score_mod, mask_mod = functions("alibi", tensors("cuda"))
-    q, k, v = (t.detach()[0] for t in inputs(64, torch.bfloat16))
-    starts = torch.tensor([0, 100, SEQLEN], dtype=torch.int32, device="cuda")
-    out = attention_varlen(q, k, v, starts, starts, 200, 200, score_mod=score_mod, mask_mod=mask_mod)
-    for start, end in ((0, 100), (100, SEQLEN)):
-        alone = attention(*(t[None, start:end] for t in (q, k, v)), score_mod=score_mod, mask_mod=mask_mod)
-        torch.testing.assert_close(out[start:end], alone[0], atol=4e-3, rtol=1e-2)  # type: ignore[index]
-    state = torch.tensor([1, 0], device="cuda")
-    dropped = [
-        attention(q[None], k[None], v[None], score_mod=score_mod, dropout_p=0.2, rng_state=state)
-        for _ in range(2)
-    ]
-    assert torch.equal(dropped[0], dropped[1])  # type: ignore[arg-type]
 
 
 def test_what_lies_beyond_the_sequences_reaches_no_gradient() -> None:
     """Tensors that are NaN beyond a sequence's last position, and no multiple of a tile's."""
     scale = torch.full((NHEADS, 2 * SEQLEN), torch.nan, device="cuda")
     scale[:, :SEQLEN] = torch.rand(NHEADS, SEQLEN, device="cuda")
-    leaves = inputs(64, torch.bfloat16)
+    leaves = inputs()
     out = attention(*leaves, score_mod=lambda s, b, h, q, k: s * scale[h, k] * scale[h, q])
     assert out.isfinite().all()  # type: ignore[union-attr]
     for grad in torch.autograd.grad(out, leaves, torch.ones_like(out)):  # type: ignore[arg-type]
@@ -168,16 +153,14 @@ HIDDEN: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("hides", ["causal", "mask_mod", "window", "varlen"])
-@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_scores_reach_no_gradient(name: str, arch: str, hides: str) -> None:
     """Functions that are infinite or NaN at keys that a mask hides, against float64 of the others alone."""
-    if arch not in runnable_archs():
-        pytest.skip(f"no GPU for {arch}")
-    leaves, own = inputs(64, torch.bfloat16), learned("slopes", "cuda")
+    leaves, own = inputs(), learned("slopes", "cuda")
     score_mod, options = HIDDEN[name](own), dict[str, Any](kernel=arch)
     if hides == "varlen":
-        starts = torch.tensor([0, SEQLEN, 2 * SEQLEN], dtype=torch.int32, device="cuda")
+        starts = int32(0, SEQLEN, 2 * SEQLEN)
         packed = [x.flatten(0, 1) for x in leaves]
         rows = attention_varlen(
             *packed, starts, starts, SEQLEN, SEQLEN, score_mod=score_mod, causal=True, **options
@@ -209,12 +192,10 @@ def test_hidden_scores_reach_no_gradient(name: str, arch: str, hides: str) -> No
     assert found[3].isfinite().all()
 
 
-@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+@pytest.mark.parametrize("arch", ARCHS)
 def test_negative_indices_count_from_the_end(arch: str) -> None:
     """And the gradient of the table is added there; beyond the table its last element counts."""
-    if arch not in runnable_archs():
-        pytest.skip(f"no GPU for {arch}")
-    leaves = inputs(64, torch.bfloat16)
+    leaves = inputs()
     table = torch.randn(NHEADS, 2 * SEQLEN - 1, device="cuda", requires_grad=True)
     wrapped = attention(*leaves, score_mod=lambda s, b, h, q, k: s + table[h, q - k], kernel=arch)
     plain = attention(
@@ -271,19 +252,14 @@ def check_captured(
     torch.testing.assert_close(found.double(), expected, atol=2e-3 * float(expected.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("arch", "head_dim", "name"),
-    [
-        *((*kernel, name) for kernel in (("sm80", 64), ("sm90", 64), ("sm90", 128)) for name in LEARNED),
-        *((arch, 512, "temperature") for arch in ("sm80", "sm90")),  # several CTAs have the same scores
-    ],
-)
+CAPTURED = [(*kernel, name) for kernel in (("sm80", 64), ("sm90", 64), ("sm90", 128)) for name in LEARNED]
+CAPTURED += [(arch, 512, "temperature") for arch in ("sm80", "sm90")]  # several CTAs have the same scores
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "name"), [row for row in CAPTURED if row[0] in ARCHS])
 def test_captured_tensors_have_gradients(name: str, head_dim: int, arch: str) -> None:
-    if arch not in runnable_archs():
-        pytest.skip(f"no GPU for {arch}")
-    generator = torch.Generator("cuda").manual_seed(1)
-    grad = torch.randn(2, SEQLEN, NHEADS, head_dim, device="cuda", generator=generator).bfloat16()
-    leaves, own = inputs(head_dim, torch.bfloat16), learned(name, "cuda")
+    grad = randn(2, SEQLEN, NHEADS, head_dim, seed=3)
+    leaves, own = inputs(head_dim), learned(name, "cuda")
     out: Tensor = attention(*leaves, score_mod=LEARNED[name][1](own), causal=True, kernel=arch)  # type: ignore[assignment]
     found = torch.autograd.grad(out, (*leaves, own), grad)
     check_captured(found[-1], leaves, out, grad, LEARNED[name][1], own, causal)
@@ -292,9 +268,7 @@ def test_captured_tensors_have_gradients(name: str, head_dim: int, arch: str) ->
         exact = [x.detach().to(dtype).requires_grad_() for x in leaves]
         right = dense(*exact, LEARNED[name][1](own.detach().double()), causal)[0]  # type: ignore[misc]
         results.append(torch.autograd.grad(right, exact, grad.to(right.dtype)))
-    for ours, exact_one, torchs in zip(found[:-1], *results, strict=True):
-        error, allowed = (float((x.double() - exact_one).abs().max()) for x in (ours, torchs))
-        assert error <= 3 * allowed + 2**-7 * float(exact_one.abs().max()), f"{error} for torch's {allowed}"
+    check_errors(("dq", "dk", "dv"), found[:-1], *results, floor=2**-7)
     again = torch.autograd.grad(  # nothing but the captured tensor's
         attention(*(x.detach() for x in leaves), score_mod=LEARNED[name][1](own), causal=True, kernel=arch),  # type: ignore[misc]
         own,
@@ -306,8 +280,8 @@ def test_captured_tensors_have_gradients(name: str, head_dim: int, arch: str) ->
 
 @pytest.mark.parametrize("how", ["profiled", "compiled", "varlen"])
 def test_a_learned_bias_in_other_calls(how: str) -> None:
-    leaves, own = inputs(64, torch.bfloat16), learned("relative", "cuda")
-    grad = torch.randn(2, SEQLEN, NHEADS, 64, device="cuda").bfloat16()
+    leaves, own = inputs(), learned("relative", "cuda")
+    grad = randn(2, SEQLEN, NHEADS, 64, seed=3)
     score_mod = LEARNED["relative"][1](own)
     if how == "profiled":
         with torch.profiler.profile():
@@ -317,7 +291,7 @@ def test_a_learned_bias_in_other_calls(how: str) -> None:
         out = torch.compile(lambda *x: attention(*x, score_mod=score_mod))(*leaves)
         found = torch.autograd.grad(out, own, grad)[0]  # type: ignore[arg-type]
     else:
-        starts = torch.tensor([0, SEQLEN, 2 * SEQLEN], dtype=torch.int32, device="cuda")
+        starts = int32(0, SEQLEN, 2 * SEQLEN)
         packed = (x.flatten(0, 1) for x in leaves)
         rows = attention_varlen(*packed, starts, starts, SEQLEN, SEQLEN, score_mod=score_mod)  # type: ignore[misc]
         found = torch.autograd.grad(rows, own, grad.flatten(0, 1))[0]  # type: ignore[arg-type]
@@ -330,8 +304,8 @@ def test_a_learned_function_in_a_whole_graph(name: str) -> None:
     """As inputs of the graph captured tensors have gradients, and other values compile nothing."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("inductor")
-    leaves, own = inputs(64, torch.bfloat16), learned(name, "cuda")
-    grad = torch.randn(2, SEQLEN, NHEADS, 64, device="cuda").bfloat16()
+    leaves, own = inputs(), learned(name, "cuda")
+    grad = randn(2, SEQLEN, NHEADS, 64, seed=3)
 
     def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
         return attention(q, k, v, score_mod=LEARNED[name][1](table), mask_mod=causal)
@@ -355,8 +329,8 @@ def test_a_learned_function_in_a_whole_graph(name: str) -> None:
 def test_block_masks_in_a_whole_graph(rows: int, recomputed: bool) -> None:
     """Two layers that share a mask, whose tables a graph makes again for another mask."""
     torch.compiler.reset()
-    leaves, slopes = inputs(64, torch.bfloat16), learned("slopes", "cuda")
-    grad = torch.randn(2, SEQLEN, NHEADS, 64, device="cuda").bfloat16()
+    leaves, slopes = inputs(), learned("slopes", "cuda")
+    grad = randn(2, SEQLEN, NHEADS, 64, seed=3)
 
     def layer(x: Tensor, k: Tensor, v: Tensor, slopes: Tensor, mask: Any) -> Any:
         def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -396,7 +370,7 @@ def documents(document: Tensor, rows: int) -> Any:
 @pytest.mark.unguarded
 def test_a_whole_graph_replayed_by_cuda() -> None:
     torch.compiler.reset()
-    q, k, v = (x.detach() for x in inputs(64, torch.bfloat16))
+    q, k, v = (x.detach() for x in inputs())
     slopes, mask = learned("slopes", "cuda").detach(), documents(tensors("cuda")["document"], 128)
 
     def call(q: Tensor, slopes: Tensor) -> Any:
@@ -410,15 +384,62 @@ def test_a_whole_graph_replayed_by_cuda() -> None:
         torch.testing.assert_close(compiled(*given), call(*given), atol=1e-2, rtol=1e-2)
 
 
-def test_gradients_that_repeat_are_refused() -> None:
-    score_mod = LEARNED["relative"][1](learned("relative", "cuda"))
-    with pytest.raises(
-        NotImplementedError, match="of an epilogue's tensor is asked for with deterministic=True"
-    ):
-        attention(*inputs(64, torch.bfloat16), score_mod=score_mod, deterministic=True)
-
-
 def test_a_tensor_on_another_device_is_refused() -> None:
     slopes = torch.rand(NHEADS)
     with pytest.raises(ValueError, match="epilogues' tensor 0 is on cpu; accepted: cuda"):
-        attention(*inputs(64, torch.bfloat16), score_mod=lambda s, b, h, q, k: s - slopes[h])
+        attention(*inputs(), score_mod=lambda s, b, h, q, k: s - slopes[h])
+
+
+# ---- FlexAttention's function, and PyTorch's, which it serves ----
+
+
+def heads_first() -> list[Tensor]:
+    return [x.detach().transpose(1, 2).contiguous() for x in inputs()]
+
+
+def test_lists_are_made_without_waiting_and_again_within_a_graph() -> None:
+    mask = documents(tensors("cuda")["document"], 128)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = _made_of(mask).kinds
+        assert _made_of(mask).kinds is first
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert _made_of(mask).kinds is not first
+    x = heads_first()
+    eager = flex.flex_attention(*x, block_mask=mask, enable_gqa=True)
+    graph, out = captured(lambda: flex.flex_attention(*x, block_mask=mask, enable_gqa=True))
+    graph.replay()
+    assert torch.equal(out, eager)  # type: ignore[arg-type]
+    for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks):
+        counts[..., 1] = 0  # type: ignore[index]
+    graph.replay()
+    assert not out[:, :, 128:256].any() and torch.equal(out[:, :, :128], eager[:, :, :128])  # type: ignore[union-attr,index,call-overload]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_pytorchs_function_is_served(compiled: bool) -> None:
+    """Its own result is the eager definition's."""
+    mask = documents(tensors("cuda")["document"], 128)
+    leaves, slopes = [x.requires_grad_() for x in heads_first()], tensors("cuda")["slopes"]
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Any:
+        steeper = slopes * 2
+        options: dict[str, Any] = {"enable_gqa": True, "return_aux": AuxRequest(lse=True)}
+        return pytorch.flex_attention(
+            q * 0.5, k, v, lambda s, b, h, i, j: s - steeper[h] * (i - j).abs(), mask, **options
+        )
+
+    function = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    flex.served.clear()
+    with flex.active(strict=True):
+        out, aux = function(*leaves, slopes)
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert flex.served[overrides.NAME, ""] == 1
+    theirs, their_aux = layer(*leaves, slopes)
+    assert flex.served.total() == 1
+    torch.testing.assert_close(out, theirs, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(aux.lse, their_aux.lse, atol=2e-2, rtol=2e-2)
+    for ours, one in zip(grads, torch.autograd.grad(theirs, leaves, torch.ones_like(out)), strict=True):
+        torch.testing.assert_close(ours.float(), one.float(), atol=1e-1, rtol=5e-2)

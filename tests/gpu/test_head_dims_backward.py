@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -14,12 +13,14 @@ from cute_attn import attention, attention_backward
 from cute_attn.compiler import registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.traits import Traits
-from tests.checks import CANCELLATION, GRADIENT, check
+from tests.checks import CANCELLATION, assert_same
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import assert_equal, compare_gradients, randn
 from tests.gpu.test_fp32_backward import run
-from tests.gpu.test_head_dims import among_infinities
+from tests.gpu.test_head_dims import among_infinities, poisoned
 from tests.problem import Case, Start
 
+ARCHS = runnable_archs("backward")
 ODD = {"seqlen_q": 130, "seqlen_k": 200}
 CASES = [
     Case("bf16-d512-causal", head_dim=512, causal=True, **ODD),
@@ -71,64 +72,49 @@ CLUSTER = [
     Case("large-scores", head_dim=512, logits=20.0, alibi="heads", seqlen_q=128, seqlen_k=500),
 ]  # fmt: skip
 CLUSTER_TILES = [
-    ("d320-window", "num_stages_do=1,num_stages_q=3"),
-    ("fp16-d384-top_left", "num_stages_ds=2"),
-    ("d320-window", "staggered=false"),
+    (CLUSTER[3], "num_stages_do=1,num_stages_q=3"),
+    (CLUSTER[2], "num_stages_ds=2"),
+    (CLUSTER[3], "staggered=false"),
+    (Case("d256", head_dim=256, causal=True, seqlen_q=333, seqlen_k=500), "cluster=2,scores_ahead=true"),
 ]
+UNALIGNED = [
+    Case("bf16-d1", head_dim=1, seqlen_q=70, seqlen_k=100),
+    Case("fp16-d7-causal", head_dim=7, dtype="fp16", causal=True, **ODD),
+    Case("bf16-d59x36-bias", head_dim=59, head_dim_v=36, bias="bf16", causal=True, **ODD),
+    Case("bf16-d300", head_dim=300, seqlen_q=70, seqlen_k=100),
+    Case("fp32-d5x3", head_dim=5, head_dim_v=3, dtype="fp32", causal=True, **ODD),
+    Case("fp32-d59-varlen", head_dim=59, dtype="fp32", lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3),
+    Case("fp32-d515", head_dim=515, head_dim_v=2, dtype="fp32", seqlen_q=70, seqlen_k=100),
+]  # fmt: skip
 
 
-def compare(name: str, **options: Any) -> None:
-    compare_case(BY_NAME[name], kernel="sm80", **options)
+def rows() -> list[Any]:
+    """(case, arch, tile); on Hopper by clusters."""
+    found: list[tuple[Case, str, str | None]] = [(case, "sm80", None) for case in (*CASES, *UNALIGNED)]
+    found += [(BY_NAME[name], "sm80", tile) for name, tile in TILES]
+    if "sm90" in ARCHS:
+        found += [(case, "sm90", None) for case in CLUSTER]
+        found += [(case, "sm90", tile) for case, tile in CLUSTER_TILES]
+    return [pytest.param(*row, id="-".join((row[0].name, *filter(None, row[1:])))) for row in found]
+
+
+@pytest.mark.parametrize(("of", "arch", "tile"), rows())
+def test_case(of: Case, arch: str, tile: str | None) -> None:
+    compare_case(of, kernel=arch, tile=tile)
 
 
 def compare_case(case: Case, **options: Any) -> None:
     problem = case.build("cuda")
     start = problem.start()
-    exact = problem.expected_gradients(start, torch.float64)
-    plain = problem.expected_gradients(start, problem.tensors[0].dtype)
     # Where a query sees one key, dS = dP - D is 0, and so is the error of plain torch, which computes D from dP.
     floor = 4 * CANCELLATION if 1 in (*case.lengths_k, case.seqlen_k) else 0.0  # sums of many columns
-    for what, value in run(problem, start, **options).items():
-        factor, roundings = (2 * GRADIENT, 16) if case.dtype == "fp32" else (GRADIENT, 1)
-        check(what, value, exact[what], plain[what], factor=factor, roundings=roundings, floor=floor)
+    compare_gradients(problem, start, run(problem, start, **options), floor)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_case(name: str) -> None:
-    compare(name)
-
-
-@pytest.mark.parametrize(("name", "tile"), TILES)
-def test_any_tile_equals_any_tile(name: str, tile: str) -> None:
-    compare(name, tile=tile)
-
-
-@pytest.fixture
-def clusters() -> None:
-    if "sm90" not in runnable_archs():
-        pytest.skip("no GPU for sm90")
-
-
-@pytest.mark.parametrize("case", CLUSTER, ids=lambda case: case.name)
-def test_case_of_a_cluster(case: Case, clusters: None) -> None:
-    compare_case(case, kernel="sm90")
-
-
-@pytest.mark.parametrize(("name", "tile"), CLUSTER_TILES)
-def test_any_tile_of_a_cluster(name: str, tile: str, clusters: None) -> None:
-    compare_case(next(case for case in CLUSTER if case.name == name), kernel="sm90", tile=tile)
-
-
-def test_a_cluster_may_divide_smaller_head_dims(clusters: None) -> None:
-    case = Case("d256", head_dim=256, causal=True, seqlen_q=333, seqlen_k=500)
-    compare_case(case, kernel="sm90", tile="cluster=2,scores_ahead=true")
-
-
-def test_many_work_tiles_of_clusters(clusters: None) -> None:
+@pytest.mark.skipif("sm90" not in ARCHS, reason="clusters are Hopper's")
+def test_many_work_tiles_of_clusters() -> None:
     """More than there are clusters, 100 times: dK and dV have equal bits, and dQ with ``deterministic``."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (2, 1000, 8, 512)
-    q, k, v, grad = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in range(4))
+    q, k, v, grad = (randn(2, 1000, 8, 512, seed=i) for i in range(4))
     out, lse = attention(q, k, v, causal=True, return_lse=True)
     expected = attention_backward(grad, q, k, v, out, lse, causal=True, kernel="sm80")
     first = attention_backward(grad, q, k, v, out, lse, causal=True, kernel="sm90", deterministic=True)
@@ -138,7 +124,7 @@ def test_many_work_tiles_of_clusters(clusters: None) -> None:
         )
     for _ in range(100):
         again = attention_backward(grad, q, k, v, out, lse, causal=True, kernel="sm90", deterministic=True)
-        assert all(map(torch.equal, first, again))
+        assert_equal(again, first)
 
 
 @pytest.mark.parametrize("tile", [None, STREAMED + "256,dq_passes=8"])
@@ -147,15 +133,14 @@ def test_deterministic_gradients_repeat(tile: str | None) -> None:
     first, second = (
         run(problem, problem.start(), kernel="sm80", tile=tile, deterministic=True) for _ in range(2)
     )
-    for name, value in first.items():
-        assert torch.equal(value, second[name]), name
+    assert_same(first, second)
 
 
 @pytest.mark.parametrize("columns", ["64,dq_passes=16,operands=whole", "256,dq_passes=8"])
 def test_the_bias_gradient_is_added_once(columns: str) -> None:
     """A bias that is broadcast adds its gradient up; each of the CTAs of a key block has the same scores."""
-    q, k, v, grad = (torch.randn(2, 96, 2, 512, device="cuda") for _ in range(4))
-    bias = torch.randn(1, 2, 1, 96, device="cuda")
+    q, k, v, grad = (randn(2, 96, 2, 512, seed=i, dtype=torch.float32) for i in range(4))
+    bias = randn(1, 2, 1, 96, seed=4, dtype=torch.float32)
     heads_first = [x.double().transpose(1, 2) for x in (q, k, v)]
     own = bias.double().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
@@ -165,24 +150,6 @@ def test_the_bias_gradient_is_added_once(columns: str) -> None:
     given = (grad, q, k, v, out.detach().transpose(1, 2).float(), scores.logsumexp(-1).float())
     (found,) = attention_backward(*given, bias=bias, wanted=("bias",), tile=STREAMED + columns)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-UNALIGNED = [
-    Case("bf16-d1", head_dim=1, seqlen_q=70, seqlen_k=100),
-    Case("fp16-d7-causal", head_dim=7, dtype="fp16", causal=True, **ODD),
-    Case("bf16-d59x36-bias", head_dim=59, head_dim_v=36, bias="bf16", causal=True, **ODD),
-    Case("bf16-d300", head_dim=300, seqlen_q=70, seqlen_k=100),
-    Case("fp32-d5x3", head_dim=5, head_dim_v=3, dtype="fp32", causal=True, **ODD),
-    Case(
-        "fp32-d59-varlen", head_dim=59, dtype="fp32", lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3
-    ),
-    Case("fp32-d515", head_dim=515, head_dim_v=2, dtype="fp32", seqlen_q=70, seqlen_k=100),
-]
-
-
-@pytest.mark.parametrize("of", UNALIGNED, ids=lambda case: case.name)
-def test_unaligned_rows(of: Case) -> None:
-    compare_case(of, kernel="sm80")
 
 
 BETWEEN_HEADS = [
@@ -200,8 +167,6 @@ def test_rows_among_infinities(of: Case) -> None:
     """What lies beside rows is infinite, and nothing of it is read."""
     problem = of.build("cuda")
     start = problem.start()
-    exact = problem.expected_gradients(start, torch.float64)
-    plain = problem.expected_gradients(start, problem.tensors[0].dtype)
     floor = CANCELLATION if 1 in of.lengths_k else 0.0
     assert start.out is not None
     for heads, whole in (
@@ -213,39 +178,27 @@ def test_rows_among_infinities(of: Case) -> None:
             right = -(left + x.shape[-1]) % whole if whole else 0
             moved.append(among_infinities(x, before, left, right))
         own = replace(problem, tensors=tuple(moved[:3]))
-        for what, value in run(own, Start(moved[3], None), kernel="sm80").items():
-            check(what, value, exact[what], plain[what], factor=GRADIENT, floor=floor)
+        compare_gradients(problem, start, run(own, Start(moved[3], None), kernel="sm80"), floor)
 
 
-@pytest.mark.parametrize("how", ["last-stride", "odd-rows", "odd-address"])
+@pytest.mark.parametrize(
+    ("shift", "gap", "last_stride"),
+    [(1, 0, 3), (0, 3, 1), (1, 0, 1)],
+    ids=["last-stride", "odd-rows", "odd-address"],
+)
 @pytest.mark.parametrize("head_dim", [64, 59, 62])
-def test_elements_may_lie_anywhere(how: str, head_dim: int) -> None:
+def test_elements_may_lie_anywhere(head_dim: int, shift: int, gap: int, last_stride: int) -> None:
     """Strides and addresses that no vector can read give what contiguous tensors give."""
-    case = Case("strided", head_dim=head_dim, causal=True, nheads_kv=4, **ODD)
-    problem = case.build("cuda")
+    problem = Case("strided", head_dim=head_dim, causal=True, nheads_kv=4, **ODD).build("cuda")
     start = problem.start()
-    q, k, v = problem.tensors
-
-    def moved(x: Tensor) -> Tensor:
-        if how == "last-stride":
-            return torch.full((*x.shape, 3), float("nan"), device="cuda", dtype=x.dtype)[..., 1].copy_(x)
-        if how == "odd-rows":
-            shape = (*x.shape[:-1], head_dim + 3)
-            wide = torch.full(shape, float("nan"), device="cuda", dtype=x.dtype)
-            return wide[..., :head_dim].copy_(x)
-        return torch.empty(x.numel() + 1, device="cuda", dtype=x.dtype)[1:].view(x.shape).copy_(x)
-
-    own = replace(problem, tensors=(moved(q), moved(k), moved(v)))
-    found = run(own, Start(moved(start.out), None), deterministic=True)  # type: ignore[arg-type]
+    *moved, grad = (poisoned(x, shift, gap, last_stride) for x in (*problem.tensors, start.out))
+    found = run(replace(problem, tensors=tuple(moved)), Start(grad, None), deterministic=True)
     wanted = run(problem, start, kernel="sm80", deterministic=True)
-    for name, value in found.items():
-        assert not value.isnan().any(), name
-        torch.testing.assert_close(value, wanted[name], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
-    """The backward's kernels; no forward."""
-    if "name" in params:
-        traits = BY_NAME[params["name"]].traits("sm80", "backward")
-        main = registry.lookup(traits, params.get("tile"), target)
+    """Those of the Ampere backward; no forward."""
+    if params.get("of") in CASES and params.get("arch") == "sm80":
+        main = registry.lookup(params["of"].traits("sm80", "backward"), params["tile"], target)
         yield from ((traits, own, target) for traits, own in kernels_of(main))

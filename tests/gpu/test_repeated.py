@@ -19,22 +19,14 @@ from cute_attn import (
 )
 from cute_attn.host import plans
 from cute_attn.host.record import Record
+from tests.gpu.compare import int32, randn
 
 pytestmark = pytest.mark.once  # each call is made several times here
-
-
-def randn(*shape, seed, dtype=torch.bfloat16):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
 
 def rows(seed, *, q=(2, 130, 4, 64), k=(2, 140, 2, 64), leaves=False):
     found = [randn(*shape, seed=seed + i) for i, shape in enumerate((q, k, k))]
     return [x.requires_grad_() for x in found] if leaves else found
-
-
-def lengths(*values):
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
 def dense(**options):
@@ -45,38 +37,41 @@ def with_tensors(**made):
     return lambda seed: attention(*rows(seed), **{name: make(seed) for name, make in made.items()})
 
 
+PACKED = {"q": (130, 4, 64), "k": (130, 2, 64)}
+
+
 def packed(seed):
-    starts = lengths(0, 30 + seed, 130)
-    return attention_varlen(
-        *rows(seed, q=(130, 4, 64), k=(130, 2, 64)), starts, starts, 130, 130, causal=True
-    )
+    starts = int32(0, 30 + seed, 130)
+    return attention_varlen(*rows(seed, **PACKED), starts, starts, 130, 130, causal=True)
 
 
 def packed_of_two_lengths(seed):
-    starts, others = lengths(0, 30 + seed, 130), lengths(0, 90 - seed, 140)
+    starts, others = int32(0, 30 + seed, 130), int32(0, 90 - seed, 140)
     tensors = rows(seed, q=(130, 4, 64), k=(140, 2, 64))
     return attention_varlen(*tensors, starts, others, 130, 140, causal=True, return_lse=True)
 
 
 def with_rows_used(seed):
-    starts = lengths(0, 30, 130)
-    options = {"seqused_q": lengths(20 + seed, 60), "seqused_k": lengths(25, 90 - seed), "causal": True}
-    return attention_varlen(*rows(seed, q=(130, 4, 64), k=(130, 2, 64)), starts, starts, 100, 100, **options)
+    starts = int32(0, 30, 130)
+    options = {"seqused_q": int32(20 + seed, 60), "seqused_k": int32(25, 90 - seed), "causal": True}
+    return attention_varlen(*rows(seed, **PACKED), starts, starts, 100, 100, **options)
 
 
-def gradients(**options):
+def differentiated(out, leaves, seed):
+    return torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
+
+
+def gradients(q=(2, 130, 4, 64), k=(2, 140, 2, 64), **options):
     def call(seed):
-        leaves = rows(seed, leaves=True)
-        out = attention(*leaves, deterministic=True, **options)
-        return torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
+        leaves = rows(seed, q=q, k=k, leaves=True)
+        return differentiated(attention(*leaves, deterministic=True, **options), leaves, seed)
 
     return call
 
 
 def packed_gradients(seed):
     qkv = randn(2, 130, 3, 4, 64, seed=seed).requires_grad_()
-    out = attention(*qkv.unbind(2), causal=True, deterministic=True)
-    return torch.autograd.grad(out, qkv, randn(*out.shape, seed=seed + 9))
+    return differentiated(attention(*qkv.unbind(2), causal=True, deterministic=True), qkv, seed)
 
 
 def cached(*, entries=2, pages=False, new=0, rotary=False, queries=1, **options):
@@ -84,7 +79,7 @@ def cached(*, entries=2, pages=False, new=0, rotary=False, queries=1, **options)
         torch.manual_seed(seed)
         q = randn(2, queries, 8, 128, seed=seed)
         k_cache, v_cache = (randn(entries, 64 if pages else 5000, 2, 128, seed=seed + i) for i in (1, 2))
-        given = dict(options, cache_seqlens=lengths(60 + seed, 40), causal=True, return_lse=True)
+        given = dict(options, cache_seqlens=int32(60 + seed, 40), causal=True, return_lse=True)
         if pages:
             given["page_table"] = torch.randperm(entries, device="cuda").int().view(2, -1)
         if new:
@@ -99,14 +94,14 @@ def cached(*, entries=2, pages=False, new=0, rotary=False, queries=1, **options)
 def appended(seed):
     caches = [randn(2, 300, 2, 128, seed=seed + i) for i in (1, 2)]
     new = [randn(2, 3, 2, 128, seed=seed + i) for i in (3, 4)]
-    append_kv(*caches, *new, lengths(seed, 200))
+    append_kv(*caches, *new, int32(seed, 200))
     return caches
 
 
 def appended_latent(seed):
     """Values that are views of the keys."""
     q, cache, new = (randn(2, n, heads, 128, seed=seed + n) for n, heads in ((2, 8), (300, 1), (3, 1)))
-    views = {"v": new[..., :64], "cache_seqlens": lengths(60 + seed, 200), "return_lse": True}
+    views = {"v": new[..., :64], "cache_seqlens": int32(60 + seed, 200), "return_lse": True}
     return (*attention_with_kvcache(q, cache, cache[..., :64], k=new, **views), cache)
 
 
@@ -122,7 +117,7 @@ def by_pytorch(q=(2, 130, 4, 64), **options):
         with sdpa.active(unsupported="error"), torch.nn.attention.sdpa_kernel(options["backend"]):
             mask = randn(2, q[2], q[1], 140, seed=7) if options.get("mask") else None
             out = torch.nn.functional.scaled_dot_product_attention(*leaves, mask)
-            return out, *torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
+            return out, *differentiated(out, leaves, seed)
 
     return call
 
@@ -144,7 +139,7 @@ def with_function(call=attention, **options):
 def with_its_gradients(seed):
     leaves, table = rows(seed, leaves=True), randn(4, 17, seed=seed).float().requires_grad_()
     out = attention(*leaves, score_mod=distances(table), causal=True)
-    return torch.autograd.grad(out, [*leaves, table], randn(*out.shape, seed=seed + 9))
+    return differentiated(out, [*leaves, table], seed)
 
 
 @functools.cache
@@ -155,7 +150,7 @@ def compiled():
 def compiled_gradients(seed):
     leaves = rows(seed, leaves=True)
     out = compiled()(*leaves)
-    return out, *torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
+    return out, *differentiated(out, leaves, seed)
 
 
 @functools.cache
@@ -180,7 +175,7 @@ def by_flash_with_cache(seed):
     q, caches = randn(2, 1, 8, 128, seed=seed), [randn(2, 500, 2, 128, seed=seed + i) for i in (1, 2)]
     new = [randn(2, 1, 2, 128, seed=seed + i) for i in (3, 4)]
     out = flash_attn.flash_attn_with_kvcache(
-        q, *caches, *new, cache_seqlens=lengths(60 + seed, 40), causal=True
+        q, *caches, *new, cache_seqlens=int32(60 + seed, 40), causal=True
     )
     return (out, *caches)
 
@@ -194,20 +189,12 @@ def into(seed):
 def shared_bias_gradients(seed):
     leaves, bias = rows(seed, leaves=True), randn(1, 4, 130, 140, seed=seed + 5).requires_grad_()
     out = attention(*leaves, bias=bias, deterministic=True)
-    return torch.autograd.grad(out, [*leaves, bias], randn(*out.shape, seed=seed + 9))
-
-
-def grouped_gradients(seed):
-    """Query heads are divided among work tiles, and their dK and dV added up."""
-    leaves = rows(seed, q=(1, 300, 16, 128), k=(1, 300, 1, 128), leaves=True)
-    out = attention(*leaves, deterministic=True)
-    return torch.autograd.grad(out, leaves, randn(*out.shape, seed=seed + 9))
+    return differentiated(out, [*leaves, bias], seed)
 
 
 def fp32(seed):
-    return attention(
-        *(x.float() for x in rows(seed, q=(2, 1030, 4, 64), k=(2, 1030, 2, 64))), precision="fp32"
-    )
+    tensors = rows(seed, q=(2, 1030, 4, 64), k=(2, 1030, 2, 64))
+    return attention(*(x.float() for x in tensors), precision="fp32")
 
 
 BACKENDS = torch.nn.attention.SDPBackend
@@ -219,7 +206,7 @@ CALLS = {
     "bias of one row": (with_tensors(bias=lambda seed: randn(1, 4, 1, 140, seed=seed + 5)), True),
     "slopes": (with_tensors(alibi_slopes=lambda seed: randn(4, seed=seed).float().abs()), True),
     "sinks": (with_tensors(sinks=lambda seed: randn(4, seed=seed)), True),
-    "lengths": (with_tensors(seqused_k=lambda seed: lengths(100 - seed, 140)), True),
+    "lengths": (with_tensors(seqused_k=lambda seed: int32(100 - seed, 140)), True),
     "packed": (packed, True),
     "packed, two lengths": (packed_of_two_lengths, True),
     "dropout": (
@@ -232,7 +219,8 @@ CALLS = {
     "gradients of packed qkv": (packed_gradients, True),
     "gradients, scale below zero": (gradients(softmax_scale=-0.1), False),
     "gradients of a shared bias": (shared_bias_gradients, True),
-    "gradients of divided heads": (grouped_gradients, True),
+    # Query heads are divided among work tiles, and their dK and dV added up.
+    "gradients of divided heads": (gradients((1, 300, 16, 128), (1, 300, 1, 128)), True),
     "return_softmax": (dense(return_softmax=True), False),
     "rows used": (with_rows_used, True),
     "out": (into, True),

@@ -7,6 +7,7 @@ import torch
 
 from cute_attn import attention, attention_varlen, attention_with_kvcache
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import int32, with_gradients
 
 pytestmark = pytest.mark.skipif("sm90" not in runnable_archs(), reason="same_bits is Hopper's")
 
@@ -96,7 +97,7 @@ def test_doors_of_random_calls(name):
             out, lse = attention_with_kvcache(
                 torch.cat([q[-n:] for q, n in zip(given.q, queries, strict=True)]),
                 *caches,
-                cache_seqlens=torch.tensor(given.lengths).int().cuda(),
+                cache_seqlens=int32(*given.lengths),
                 page_table=table,
                 cu_seqlens_q=starts,
                 max_seqlen_q=max(queries),
@@ -121,11 +122,6 @@ def test_results_are_as_accurate_as_without(name):
         torch.testing.assert_close(lse.double().cpu(), whole_lse[0], rtol=1e-5, atol=1e-3)
 
 
-def gradients(function, q, k, v, grad_out):
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    return torch.autograd.grad(function(q, k, v), (q, k, v), grad_out)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("dim", "heads", "heads_kv"), [(128, 8, 2), (64, 4, 4), (256, 4, 2)])
 def test_gradients_alone_batched_and_packed(dim, heads, heads_kv, causal):
@@ -139,18 +135,17 @@ def test_gradients_alone_batched_and_packed(dim, heads, heads_kv, causal):
         return attention(q, k, v, **options)
 
     given = [rows(1, n, h) for h in (heads, heads_kv, heads_kv, heads)]
-    alone = gradients(batched, *given)
-    found = gradients(batched, *(torch.cat((rows(1, *x.shape[1:3]), x)) for x in given))
-    check([x[1] for x in found], [x[0] for x in alone])
-    starts = torch.tensor([0, 333, 333 + n, 342 + 2 * n]).int().cuda()
-    packed = [torch.cat((rows(333, x.shape[2]), x[0], rows(n + 9, x.shape[2]))) for x in given]
-    found = gradients(
-        lambda q, k, v: attention_varlen(q, k, v, starts, starts, n + 9, n + 9, **options), *packed
+    alone = with_gradients(batched, given[:3], given[3])
+    *tensors, grad = (torch.cat((rows(1, *x.shape[1:3]), x)) for x in given)
+    check([x[1] for x in with_gradients(batched, tensors, grad)], [x[0] for x in alone])
+    starts = int32(0, 333, 333 + n, 342 + 2 * n)
+    *tensors, grad = (torch.cat((rows(333, x.shape[2]), x[0], rows(n + 9, x.shape[2]))) for x in given)
+    found = with_gradients(
+        lambda q, k, v: attention_varlen(q, k, v, starts, starts, n + 9, n + 9, **options), tensors, grad
     )
     check([x[333 : 333 + n] for x in found], [x[0] for x in alone])
-    plain = gradients(lambda q, k, v: attention(q, k, v, causal=causal), *given)
-    for one, other in zip(alone, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+    plain = with_gradients(lambda q, k, v: attention(q, k, v, causal=causal), given[:3], given[3])
+    torch.testing.assert_close(alone, plain, rtol=2e-2, atol=2e-2)
 
 
 def test_decoding_gives_what_training_saw():
@@ -160,6 +155,6 @@ def test_decoding_gives_what_training_saw():
     caches = [torch.zeros(1, 2048, 2, 128, device="cuda").bfloat16() for _ in range(2)]
     for i in range(n):
         step = slice(i, i + 1)
-        new = {"k": k[:, step], "v": v[:, step], "cache_seqlens": torch.tensor([i]).int().cuda()}
+        new = {"k": k[:, step], "v": v[:, step], "cache_seqlens": int32(i)}
         out = attention_with_kvcache(q.detach()[:, step], *caches, **new, causal=True, same_bits=True)
         assert out.equal(trained[:, step])

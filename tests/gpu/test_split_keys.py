@@ -15,6 +15,7 @@ from cute_attn.host import record, split_kv
 from cute_attn.reference import kvcache as ref
 from tests import machine
 from tests.gpu.archs import runnable_archs
+from tests.gpu.compare import assert_equal, captured, int32, randn
 
 ARCHS = runnable_archs("kvcache")
 SPLITS = [{}, {"num_splits": 1}, {"num_splits": 3}]
@@ -31,10 +32,6 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(record, "new_empty_strided", poisoned)
 
 
-def int32(values):
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
 @dataclasses.dataclass
 class Call:
     """Contiguous caches, whose rows that no sequence uses are NaN, and queries; packed where their numbers differ."""
@@ -45,31 +42,25 @@ class Call:
     dims: tuple[int, int] = (128, 128)
     capacity: int = 0
     leftpad: tuple[int, ...] = ()
-    seed: int = 0
 
     def __post_init__(self):
-        generator = torch.Generator("cuda").manual_seed(self.seed)
-
-        def randn(*shape):
-            return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
-
         self.capacity = self.capacity or max(*self.lengths, 1) + 70
         shape, (heads, heads_kv) = (len(self.lengths), self.capacity), self.heads
-        self.k, self.v = (randn(*shape, heads_kv, dim) for dim in self.dims)
+        self.k, self.v = (randn(*shape, heads_kv, dim, seed=i) for i, dim in enumerate(self.dims))
         for b, length in enumerate(self.lengths):
             pad = self.leftpad[b] if self.leftpad else 0
             for x in (self.k, self.v):
                 x[b, length:], x[b, : min(pad, length)] = math.nan, math.nan
         packed = len(set(self.queries)) > 1
-        self.cu_q = int32([0, *itertools.accumulate(self.queries)]) if packed else None
-        self.q = randn(sum(self.queries), heads, self.dims[0])
+        self.cu_q = int32(0, *itertools.accumulate(self.queries)) if packed else None
+        self.q = randn(sum(self.queries), heads, self.dims[0], seed=2)
         self.q = self.q if packed else self.q.view(len(self.queries), -1, heads, self.dims[0])
 
     @property
     def options(self):
         return {
-            "cache_seqlens": int32(self.lengths),
-            "cache_leftpad": int32(self.leftpad) if self.leftpad else None,
+            "cache_seqlens": int32(*self.lengths),
+            "cache_leftpad": int32(*self.leftpad) if self.leftpad else None,
             "cu_seqlens_q": self.cu_q,
             "max_seqlen_q": max(self.queries) if self.cu_q is not None else None,
         }
@@ -81,21 +72,20 @@ class Call:
         """By the definition in fp32."""
         mask = "causal" if causal else "window" if window != (None, None) else ""
         bounds = (UNBOUNDED if bound is None else bound for bound in window)
-        lengths = ref.Lengths(int32(self.lengths), self.options["cache_leftpad"], self.cu_q)
+        lengths = ref.Lengths(int32(*self.lengths), self.options["cache_leftpad"], self.cu_q)
         inputs = ScoreInputs(*bounds, softcap=softcap, **tensors)
         cache = ref.Cache(self.k.float(), self.v.float())
         scale = self.dims[0] ** -0.5
         return ref.attention(self.q.float(), cache, scale, lengths, reference.Features(mask), inputs)
 
     def check(self, found, **options):
-        for one, whole, tolerance in zip(found, self.expected(**options), (1e-2, 2e-3), strict=True):
-            torch.testing.assert_close(one.float(), whole, rtol=tolerance, atol=tolerance)
+        assert_near(found, self.expected(**options))
 
-    def paged(self, page, heads_first=False, seed=0):
+    def paged(self, page, heads_first=False):
         """The same cache in shuffled pages; table entries that no sequence uses are absurd."""
         per_entry, pages = -(-self.capacity // page), []
         order = list(range(len(self.lengths) * per_entry + 3))
-        random.Random(seed).shuffle(order)
+        random.Random(0).shuffle(order)
         table = torch.full((len(self.lengths), per_entry + 2), 2**31 - 1, dtype=torch.int32)
         table[:, per_entry + 1 :] = -1
         for x in (self.k, self.v):
@@ -115,13 +105,17 @@ class Call:
         return pages, table.cuda()
 
     def run_paged(self, page, heads_first=False, **options):
+        """In pages; contiguous where a page has no rows."""
+        if not page:
+            return self.run(**options)
         (k, v), table = self.paged(page, heads_first)
         options = self.options | {"page_table": table} | options
         return attention_with_kvcache(self.q, k, v, return_lse=True, **options)
 
 
-def same(found, expected):
-    return all(one.equal(other) for one, other in zip(found, expected, strict=True))
+def assert_near(found, expected):
+    for one, whole, tolerance in zip(found, expected, (1e-2, 2e-3), strict=True):
+        torch.testing.assert_close(one.float(), whole, rtol=tolerance, atol=tolerance)
 
 
 # ---- splits ----
@@ -140,45 +134,39 @@ def test_any_number_of_splits(splits, arch):
     assert (found[0][1] == 0).all() and (found[1][1] == -math.inf).all()
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("queries", [2, 5, 16, 17, 64, 200])
-def test_several_queries(queries, split, arch):
-    call = Call((queries + 1, 3, 900, 0, 3000), (queries,) * 5)
-    call.check(call.run(causal=True, kernel=arch, **split), causal=True)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 12, 48, 80])
-def test_groups(group, split, arch):
-    call = Call((70, 0, 1500), (2, 2, 2), heads=(2 * group, 2))
-    call.check(call.run(causal=True, kernel=arch, **split), causal=True)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_packed_queries(split, arch):
-    """Prefill beside decoding, and sequences without queries."""
-    call = Call((300, 900, 0, 77, 1, 2000), (300, 1, 2, 0, 3, 64))
-    call.check(call.run(causal=True, kernel=arch, **split), causal=True)
-
-
-FEATURES = {
-    "window": {"window": (200, 0)},
-    "window-ahead": {"window": (64, 3)},
-    "softcap": {"softcap": 5.0, "causal": True},
-    "alibi": {"alibi_slopes": True, "causal": True},
-    "sinks": {"sinks": True, "causal": True},
+CAUSAL = {"causal": True}
+CALLS = {
+    **{f"{n}-queries": (((n + 1, 3, 900, 0, 3000), (n,) * 5), {}, CAUSAL) for n in (2, 5, 16, 17, 64, 200)},
+    **{
+        f"group-of-{n}": (((70, 0, 1500), (2, 2, 2)), {"heads": (2 * n, 2)}, CAUSAL)
+        for n in (1, 3, 5, 7, 8, 12, 48, 80)
+    },
+    # Prefill beside decoding, and sequences without queries.
+    "packed": (((300, 900, 0, 77, 1, 2000), (300, 1, 2, 0, 3, 64)), {}, CAUSAL),
+    **{
+        f"d{d}x{dv}": (((70, 0, 1500), (2, 2, 2)), {"dims": (d, dv)}, {})
+        for d, dv in ((64, 64), (256, 256), (192, 128), (40, 72))
+    },
+    **{
+        name: (((70, 0, 1500, 400), (3,) * 4), {"leftpad": (5, 0, 1111, 460)}, options)
+        for name, options in (
+            ("window", {"window": (200, 0)}),
+            ("window-ahead", {"window": (64, 3)}),
+            ("softcap", {"softcap": 5.0, "causal": True}),
+            ("alibi", {"alibi_slopes": True, "causal": True}),
+            ("sinks", {"sinks": True, "causal": True}),
+        )
+    },
 }
+"""Lengths and queries, what else a Call has, and options."""
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("name", FEATURES)
-def test_features(name, split, arch):
-    call = Call((70, 0, 1500, 400), (3,) * 4, leftpad=(5, 0, 1111, 460))
-    options = dict(FEATURES[name])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name, split, arch):
+    rows, sizes, options = CALLS[name]
+    call, options = Call(*rows, **sizes), dict(options)
     if "alibi_slopes" in options:
         options["alibi_slopes"] = torch.rand(4, 8, device="cuda")
     if "sinks" in options:
@@ -195,15 +183,7 @@ def test_trees_of_draft_tokens(queries, page, split, arch):
     call = Call((64, 3, 900, 2100), queries, leftpad=(0, 0, 0, 2050))
     bits = torch.randint(-(2**31), 2**31, (sum(queries), 3), device="cuda").int()
     options = {"tree_mask": bits, "kernel": arch, **split}
-    call.check(call.run_paged(page, **options) if page else call.run(**options), tree_mask=bits)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (192, 128), (40, 72)], ids=str)
-def test_head_dims(dims, split, arch):
-    call = Call((70, 0, 1500), (2, 2, 2), dims=dims)
-    call.check(call.run(kernel=arch, **split))
+    call.check(call.run_paged(page, **options), tree_mask=bits)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +206,8 @@ def test_stream_k_of_rows_that_start_anywhere(queries, dims, dtype, monkeypatch)
     found = call.run(causal=True)
     call.check(found, causal=True)
     for _ in range(3):
-        assert same(call.run(causal=True), found) and same(call.run_paged(7, causal=True), found)
+        assert_equal(call.run(causal=True), found)
+        assert_equal(call.run_paged(7, causal=True), found)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -256,16 +237,23 @@ def test_pages_equal_entries_bit_for_bit(page, split, arch):
     options = {"kernel": arch, **split}
     expected = call.run(**options)
     for heads_first in (False, True):
-        assert same(call.run_paged(page, heads_first, **options), expected)
+        assert_equal(call.run_paged(page, heads_first, **options), expected)
+
+
+RAGGED = (1, 0, 63, 700, 1030)
+# Many lookups in the table by each CTA, one of which looks up pages of up to 32 boxes; rows of 4 to 32 vectors.
+HOPPERS = {
+    **{f"long-pages-of-{n}": ((9000, 2049, 4097), (128, 128), n, {"num_splits": 1}) for n in (16, 64)},
+    **{f"d{d}x{dv}": (RAGGED, (d, dv), 8, {}) for d, dv in ((32, 32), (96, 64), (192, 128), (256, 256))},
+}
 
 
 @pytest.mark.skipif("sm90" not in ARCHS, reason="Hopper's ways to load pages")
-@pytest.mark.parametrize("page", [16, 64])
-def test_long_pages_equal_entries_bit_for_bit(page):
-    """Many lookups in the table by each CTA; one looks up pages of up to 32 boxes."""
-    call = Call((9000, 2049, 4097), (1,) * 3)
-    expected = call.run(kernel="sm90", num_splits=1)
-    assert same(call.run_paged(page, kernel="sm90", num_splits=1), expected)
+@pytest.mark.parametrize("name", HOPPERS)
+def test_hoppers_pages_equal_entries_bit_for_bit(name):
+    lengths, dims, page, options = HOPPERS[name]
+    call = Call(lengths, (1 if options else 2,) * len(lengths), dims=dims)
+    assert_equal(call.run_paged(page, kernel="sm90", **options), call.run(kernel="sm90", **options))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -276,15 +264,7 @@ def test_many_work_tiles_per_cta(page, arch):
     expected = call.run(kernel=arch)
     call.check(expected)
     for _ in range(20):
-        assert same(call.run_paged(page, kernel=arch), expected)
-
-
-@pytest.mark.skipif("sm90" not in ARCHS, reason="Hopper's ways to load pages")
-@pytest.mark.parametrize("dims", [(32, 32), (96, 64), (192, 128), (256, 256)], ids=str)
-def test_pages_of_any_width_equal_entries(dims):
-    """Rows of 4 to 32 vectors of 16 bytes."""
-    call = Call((1, 0, 63, 700, 1030), (2,) * 5, dims=dims)
-    assert same(call.run_paged(8, kernel="sm90"), call.run(kernel="sm90"))
+        assert_equal(call.run_paged(page, kernel=arch), expected)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -294,7 +274,7 @@ def test_pages_of_any_size(queries, page, split):
     """Ampere's kernel loads row by row; tiles of 16, 64 and 128 rows."""
     call = Call((1, 0, 63, 300, 700), (queries,) * 5)
     options = {"causal": True, "kernel": "sm80", **split}
-    assert same(call.run_paged(page, **options), call.run(**options))
+    assert_equal(call.run_paged(page, **options), call.run(**options))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -306,21 +286,19 @@ def test_leftpad(page, split, arch):
         pytest.skip("Ampere's kernel loads such pages")
     call = Call((1, 70, 700, 1030, 500), (2,) * 5, leftpad=(0, 64, 333, 1029, 500))
     options = {"causal": True, "kernel": arch, **split}
-    call.check(call.run_paged(page, **options) if page else call.run(**options), causal=True)
+    call.check(call.run_paged(page, **options), causal=True)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_entries_by_index(arch):
     call = Call((1, 70, 700, 1030), (2,) * 4)
-    index = int32((3, 1, 1, 0, 2))
-    options = call.options | {"cache_batch_idx": index, "cache_seqlens": int32((900, 70, 3, 1, 700))}
+    index = int32(3, 1, 1, 0, 2)
+    options = call.options | {"cache_batch_idx": index, "cache_seqlens": int32(900, 70, 3, 1, 700)}
     q = torch.cat((call.q, call.q[:1]))
     found = attention_with_kvcache(q, call.k, call.v, return_lse=True, kernel=arch, **options)
     lengths = ref.Lengths(options["cache_seqlens"])
     cache = ref.Cache(call.k.float(), call.v.float(), batch_idx=index)
-    whole = ref.attention(q.float(), cache, 128**-0.5, lengths)
-    for one, other, tolerance in zip(found, whole, (1e-2, 2e-3), strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=tolerance, atol=tolerance)
+    assert_near(found, ref.attention(q.float(), cache, 128**-0.5, lengths))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -330,14 +308,13 @@ def test_beyond_two_to_the_31(page, arch):
     rows, step = 16, 2**31 + 1024
     storage = torch.full((step + rows * 128,), math.nan, dtype=torch.bfloat16, device="cuda")
     k = storage.as_strided((2, rows, 1, 128), (step, 128, 128, 1))
-    k.copy_(torch.randn(2, rows, 1, 128, device="cuda"))
-    v = torch.randn(2, rows, 1, 128, device="cuda").bfloat16()
-    q = torch.randn(2, 1, 4, 128, device="cuda").bfloat16()
-    table = int32([[1], [0]]) if page else None
-    found = attention_with_kvcache(q, k, v, cache_seqlens=int32((13, 16)), page_table=table, kernel=arch)
+    k.copy_(randn(2, rows, 1, 128))
+    v, q, lengths = randn(2, rows, 1, 128, seed=1), randn(2, 1, 4, 128, seed=2), int32(13, 16)
+    table = int32([1], [0]) if page else None
+    options = {"cache_seqlens": lengths, "page_table": table, "return_lse": True}
+    found = attention_with_kvcache(q, k, v, **options, kernel=arch)
     cache = ref.Cache(k.float(), v.float(), table)
-    whole, _ = ref.attention(q.float(), cache, 128**-0.5, ref.Lengths(int32((13, 16))))
-    torch.testing.assert_close(found.float(), whole, rtol=1e-2, atol=1e-2)
+    assert_near(found, ref.attention(q.float(), cache, 128**-0.5, ref.Lengths(lengths)))
 
 
 # ---- repeats, batches and graphs ----
@@ -349,25 +326,21 @@ def test_beyond_two_to_the_31(page, arch):
 def test_a_graph_replays_with_other_lengths_and_tables(page, split, arch):
     call = Call((1000,) * 6, (2,) * 6)
     (k, v), table = call.paged(16) if page else ((call.k, call.v), None)
-    lengths = int32((0,) * 6)
+    lengths = int32(*(0,) * 6)
     options = {"cache_seqlens": lengths, "page_table": table, "causal": True, "kernel": arch, **split}
 
     def run():
         return attention_with_kvcache(call.q, k, v, return_lse=True, **options)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    graph, found = captured(run)
     for given in ((0,) * 6, (1000, 0, 3, 64, 65, 999), (17,) * 6, (1000,) * 6):
-        lengths.copy_(int32(given))
+        lengths.copy_(int32(*given))
         if page:
             table.copy_(table.roll(1, 0))
         for x in found:
             x.fill_(math.nan)
         graph.replay()
-        assert same(found, run()), given
+        assert_equal(found, run())
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -381,4 +354,5 @@ def test_two_streams_at_once(arch):
             with torch.cuda.stream(stream):
                 results.append(call.run(kernel=arch))
         torch.cuda.synchronize()
-        assert all(same(found, expected) for found in results)
+        for found in results:
+            assert_equal(found, expected)

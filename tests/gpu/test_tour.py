@@ -7,12 +7,14 @@ import pytest
 import torch
 from cutlass import Float32
 
-from cute_attn import attention, attention_backward, compiler, reference
+from cute_attn import attention, compiler
 from cute_attn.compiler import registry
-from tests.checks import check_backward, check_forward
+from tests.checks import check_forward
+from tests.gpu.compare import compare, compare_gradients, randn
+from tests.gpu.test_fp32_backward import run
+from tests.problem import Case
 from tour.common import with_epilogue
 from tour.levels import FORWARD_LEVELS, LEVELS, Entry
-from tour.report import definition_gradients
 
 TARGET = compiler.default_target("sm90")
 HERE = [entry for entry in FORWARD_LEVELS.values() if TARGET in registry.RUNS_ON[entry.arch]]
@@ -30,8 +32,6 @@ SHAPES = {
     "many-tiles-some-empty": (16, 700, 130, 16, 4),
 }
 DIMS_AND_MASKS = [(128, False), (128, True), (64, False), (64, True)]
-DTYPES = (torch.float64, torch.bfloat16, torch.float32)
-"""Of the definition, of plain torch for the output, and for LSE."""
 
 
 def nearer(score: Any, query: Any, key: Any, head: Any) -> Any:
@@ -51,47 +51,32 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Any, A
         yield entry.traits(*params.get("dim_and_mask", (64, True))), params.get("tile"), target
 
 
-def inputs(
-    batch: int, seqlen_q: int, seqlen_k: int, nheads: int, nheads_kv: int, head_dim: int
-) -> list[torch.Tensor]:
-    torch.manual_seed(seqlen_q)
-    shapes = ((seqlen_q, nheads), (seqlen_k, nheads_kv), (seqlen_k, nheads_kv))
-    return [torch.randn(batch, n, h, head_dim, device="cuda", dtype=torch.bfloat16) for n, h in shapes]
-
-
-def by_definition(q: Any, k: Any, v: Any, causal: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    features = reference.Features("causal" if causal else "")
-    out, lse, _ = reference.attention(*(x.to(dtype) for x in (q, k, v)), q.shape[-1] ** -0.5, features)
-    return {"out": out, "lse": lse}
+def case_of(shape: str, head_dim: int, causal: bool) -> Case:
+    names = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_kv")
+    return Case(shape, head_dim=head_dim, causal=causal, **dict(zip(names, SHAPES[shape], strict=True)))
 
 
 @pytest.mark.parametrize("dim_and_mask", DIMS_AND_MASKS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("entry", HERE, ids=lambda entry: f"level{entry.number}")
 def test_a_level_against_the_reference(entry: Entry, shape: str, dim_and_mask: tuple[int, bool]) -> None:
-    head_dim, causal = dim_and_mask
-    q, k, v = inputs(*SHAPES[shape], head_dim)
-    out, lse = attention(q, k, v, causal=causal, return_lse=True, kernel=entry.name)
-    check_forward({"out": out, "lse": lse}, *(by_definition(q, k, v, causal, dtype) for dtype in DTYPES))
+    compare(case_of(shape, *dim_and_mask).build("cuda"), kernel=entry.name)
 
 
 @pytest.mark.parametrize("dim_and_mask", DIMS_AND_MASKS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("entry", BACKWARD, ids=lambda entry: f"level{entry.number}")
 def test_gradients_of_a_level(entry: Entry, shape: str, dim_and_mask: tuple[int, bool]) -> None:
-    head_dim, causal = dim_and_mask
-    q, k, v = inputs(*SHAPES[shape], head_dim)
-    out, lse = attention(q, k, v, causal=causal, return_lse=True)
-    grad, names = torch.randn_like(out), ("dq", "dk", "dv")
-    found = attention_backward(grad, q, k, v, out, lse, causal=causal, kernel=entry.name)
-    expected = (definition_gradients((q, k, v), grad, causal, dtype) for dtype in DTYPES[:2])
-    check_backward(*(dict(zip(names, one, strict=True)) for one in (found, *expected)))
+    problem = case_of(shape, *dim_and_mask).build("cuda")
+    start = problem.start()
+    compare_gradients(problem, start, run(problem, start, kernel=entry.name))
 
 
 @pytest.mark.parametrize("number", [number for number in NEARER if LEVELS[number] in HERE])
 def test_an_epilogue_changes_the_scores(number: int) -> None:
     """LSE tells a wrong query, which shifts all scores of its row alike: the softmax is the same."""
-    q, k, v = inputs(2, 200, 300, 4, 2, 128)
+    shapes = ((200, 4), (300, 2), (300, 2))
+    q, k, v = (randn(2, n, heads, 128, seed=i) for i, (n, heads) in enumerate(shapes))
     out, lse = attention(q, k, v, causal=True, return_lse=True, kernel=LEVELS[number].name + "_nearer")
 
     def expected(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -102,4 +87,6 @@ def test_an_epilogue_changes_the_scores(number: int) -> None:
         scores = scores.masked_fill(query[:, None] + 100 < key, -torch.inf)
         return {"out": (scores.softmax(-1) @ wide[2]).transpose(1, 2), "lse": scores.logsumexp(-1)}
 
-    check_forward({"out": out, "lse": lse}, *map(expected, DTYPES))
+    # The definition, plain torch for the output, and for LSE.
+    dtypes = (torch.float64, torch.bfloat16, torch.float32)
+    check_forward({"out": out, "lse": lse}, *map(expected, dtypes))
