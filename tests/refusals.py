@@ -33,7 +33,16 @@ def check(call: str, sentence: str, names: dict[str, Any]) -> str:
     with pytest.raises(Exception) as raised:
         eval(call, NAMES | names)
     assert type(raised.value).__name__ == error, raised.value
-    said = str(raised.value)
+    check_sentence(str(raised.value), wanted)
+    return str(raised.value)
+
+
+def check_reason(call: str, sentence: str, names: dict[str, Any]) -> None:
+    """The call returns why not, on a single line that contains this sentence; rows have no error."""
+    check_sentence(eval(call, NAMES | names), sentence)
+
+
+def check_sentence(said: str | None, wanted: str) -> None:
+    """A line that contains it."""
     assert said and "\n" not in said, said
     assert re.search(".*".join(map(re.escape, wanted.split("..."))), said), said
-    return said

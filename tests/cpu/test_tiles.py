@@ -126,7 +126,7 @@ backward-sm90-bf16-d64-bias_bf16 tile_m=64,tile_n=64,p_in_smem=true,bias_stages=
 backward-sm90-bf16-d64 tile_n=192 -> tile_n is 192
 backward-sm90-bf16-d64 tile_m=96 -> tile_m is 96
 backward-sm90-bf16-d64 dq_transposed=true -> dq_transposed is true
-backward-sm90-bf16-d64 num_stages_ds=3 -> num_stages_q, _do, _ds are 2, 2, 3
+backward-sm90-bf16-d64 num_stages_ds=3 -> num_stages_ds is 3; accepted: 1 or 2
 backward-sm90-bf16-d64 num_stages_ds=1 -> num_stages_ds is 1
 backward-sm90-bf16-d256 dq_bulk=true -> dq_bulk is true
 backward-sm90-bf16-d64 mask_warps=1 -> mask_warps is 1

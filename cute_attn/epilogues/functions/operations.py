@@ -8,8 +8,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, WIDTHS, Graph, Node, ordered
 
 NUMBERS, COMPARED, FLOATS, ROUNDED = "numbers", "compared", "floats", "rounded"
@@ -306,10 +304,25 @@ def _shr_bounds(a: Bounds, b: Bounds) -> Bounds:
 # ---- the rows ----
 
 
+def _torch(name: str) -> Callable[..., Any]:
+    """Torch's function of this name. It is looked up when it is called: lists of kernels do not load torch."""
+
+    def function(*args: Any, **options: Any) -> Any:
+        import torch
+
+        return getattr(torch, name)(*args, **options)
+
+    return function
+
+
+def _is_tensor(x: Any) -> bool:
+    return not isinstance(x, (bool, int, float))
+
+
 def _dividend(a: Any, b: Any) -> Any:
     """A number as a tensor if a float tensor divides it: torch differentiates only the remainder of tensors."""
-    is_float = isinstance(b, torch.Tensor) and b.is_floating_point()
-    return torch.full_like(b, a) if is_float and not isinstance(a, torch.Tensor) else a
+    is_float = _is_tensor(b) and b.is_floating_point()
+    return _torch("full_like")(b, a) if is_float and not _is_tensor(a) else a
 
 
 def _modulo(a: Any, b: Any) -> Any:
@@ -319,7 +332,7 @@ def _modulo(a: Any, b: Any) -> Any:
 def _floor_divided(a: Any, b: Any) -> Any:
     """a // b, with a derivative of 0."""
     a = _dividend(a, b)
-    return torch.div(a, b, rounding_mode="floor") if isinstance(a, torch.Tensor) else a // b
+    return _torch("div")(a, b, rounding_mode="floor") if _is_tensor(a) else a // b
 
 
 def _function(
@@ -340,45 +353,47 @@ OPERATIONS: dict[str, Operation] = {
     "div": Operation(operator.truediv, "", _div, is_finite=False),
     "floordiv": Operation(_floor_divided, NUMBERS, None, _floordiv_bounds, is_step=True, is_finite=False),
     "mod": Operation(_modulo, NUMBERS, _remainder("floor"), _mod_bounds, is_step=True, is_finite=False),
-    "fmod": Operation(torch.fmod, "", _remainder("trunc"), numbers=False, is_step=True),
+    "fmod": Operation(_torch("fmod"), "", _remainder("trunc"), numbers=False, is_step=True),
     "pow": Operation(operator.pow, "", _pow, is_finite=False, is_approximate=True),
     "neg": Operation(operator.neg, FLOATS, lambda d, x, a, da: d.neg(da), lambda a: (-a[1], -a[0])),
     "abs": Operation(abs, FLOATS, _abs, lambda a: (max(a[0], -a[1], 0), _largest(a))),
-    "minimum": Operation(torch.minimum, NUMBERS, _extreme("lt", "gt"), _lower, "and", numbers=False),
-    "maximum": Operation(torch.maximum, NUMBERS, _extreme("gt", "lt"), _higher, "or", numbers=False),
-    "clamp_min": Operation(lambda x, y: torch.clamp(x, min=y), "", _clamp("ge"), _higher, numbers=False),
-    "clamp_max": Operation(lambda x, y: torch.clamp(x, max=y), "", _clamp("le"), _lower, numbers=False),
+    "minimum": Operation(_torch("minimum"), NUMBERS, _extreme("lt", "gt"), _lower, "and", numbers=False),
+    "maximum": Operation(_torch("maximum"), NUMBERS, _extreme("gt", "lt"), _higher, "or", numbers=False),
+    "clamp_min": Operation(lambda x, y: x.clamp(min=y), "", _clamp("ge"), _higher, numbers=False),
+    "clamp_max": Operation(lambda x, y: x.clamp(max=y), "", _clamp("le"), _lower, numbers=False),
     "and": Operation(operator.and_, NUMBERS, None, _and_bounds, "and"),
     "or": Operation(operator.or_, NUMBERS, None, _bits_bounds, "or"),
     "xor": Operation(operator.xor, NUMBERS, None, _bits_bounds, "xor"),
-    "not": Operation(torch.bitwise_not, "", None, lambda a: (-a[1] - 1, -a[0] - 1), numbers=False),
+    "not": Operation(_torch("bitwise_not"), "", None, lambda a: (-a[1] - 1, -a[0] - 1), numbers=False),
     "shl": Operation(operator.lshift, NUMBERS, None, _shl_bounds, is_finite=False),
     "shr": Operation(operator.rshift, NUMBERS, None, _shr_bounds, is_finite=False),
     **{
         name: Operation(getattr(operator, name), COMPARED, is_step=True)
         for name in ("lt", "le", "gt", "ge", "eq", "ne")
     },
-    "where": Operation(torch.where, "", _where, lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1]))),
-    "cast": Operation(torch.Tensor.to, "", lambda d, x, a, da: da, lambda a: a, is_step=True),
-    "detach": Operation(torch.detach, numbers=False),
-    "signbit": Operation(torch.signbit, numbers=False, is_finite=False),
+    "where": Operation(_torch("where"), "", _where, lambda c, a, b: (min(a[0], b[0]), max(a[1], b[1]))),
+    "cast": Operation(lambda x, dtype: x.to(dtype), "", lambda d, x, a, da: da, lambda a: a, is_step=True),
+    "detach": Operation(_torch("detach"), numbers=False),
+    "signbit": Operation(_torch("signbit"), numbers=False, is_finite=False),
     **{
-        name: Operation(getattr(torch, name), ROUNDED, numbers=False, is_step=True)
+        name: Operation(_torch(name), ROUNDED, numbers=False, is_step=True)
         for name in ("floor", "ceil", "trunc", "round")
     },
-    "exp": _function(torch.exp, lambda g, x, a: x, is_finite=False),
-    "exp2": _function(torch.exp2, lambda g, x, a: _times(g, x, math.log(2)), is_finite=False),
-    "log": _function(torch.log, lambda g, x, a: _over(g, 1.0, a), is_finite=False),
-    "log2": _function(torch.log2, lambda g, x, a: _over(g, 1 / math.log(2), a), is_finite=False),
-    "sqrt": _function(torch.sqrt, lambda g, x, a: _over(g, 0.5, x), is_finite=False),
-    "rsqrt": _function(torch.rsqrt, lambda g, x, a: g.binary("div", _times(g, x, -0.5), a), is_finite=False),
-    "tanh": _function(torch.tanh, lambda g, x, a: _one_minus(g, g.binary("mul", x, x))),
-    "sigmoid": _function(torch.sigmoid, lambda g, x, a: g.binary("mul", x, _one_minus(g, x))),
-    "sin": _function(torch.sin, lambda g, x, a: g.unary("cos", a)),
-    "cos": _function(torch.cos, lambda g, x, a: g.unary("neg", g.unary("sin", a))),
-    "atan": _function(torch.atan, lambda g, x, a: _over(g, 1.0, _one_plus(g, g.binary("mul", a, a)))),
-    "erf": _function(torch.erf, lambda g, x, a: _times(g, _bell(g, a), 2 / math.sqrt(math.pi))),
-    "expm1": _function(torch.expm1, lambda g, x, a: _one_plus(g, x), is_finite=False),
-    "log1p": _function(torch.log1p, lambda g, x, a: _over(g, 1.0, _one_plus(g, a)), is_finite=False),
+    "exp": _function(_torch("exp"), lambda g, x, a: x, is_finite=False),
+    "exp2": _function(_torch("exp2"), lambda g, x, a: _times(g, x, math.log(2)), is_finite=False),
+    "log": _function(_torch("log"), lambda g, x, a: _over(g, 1.0, a), is_finite=False),
+    "log2": _function(_torch("log2"), lambda g, x, a: _over(g, 1 / math.log(2), a), is_finite=False),
+    "sqrt": _function(_torch("sqrt"), lambda g, x, a: _over(g, 0.5, x), is_finite=False),
+    "rsqrt": _function(
+        _torch("rsqrt"), lambda g, x, a: g.binary("div", _times(g, x, -0.5), a), is_finite=False
+    ),
+    "tanh": _function(_torch("tanh"), lambda g, x, a: _one_minus(g, g.binary("mul", x, x))),
+    "sigmoid": _function(_torch("sigmoid"), lambda g, x, a: g.binary("mul", x, _one_minus(g, x))),
+    "sin": _function(_torch("sin"), lambda g, x, a: g.unary("cos", a)),
+    "cos": _function(_torch("cos"), lambda g, x, a: g.unary("neg", g.unary("sin", a))),
+    "atan": _function(_torch("atan"), lambda g, x, a: _over(g, 1.0, _one_plus(g, g.binary("mul", a, a)))),
+    "erf": _function(_torch("erf"), lambda g, x, a: _times(g, _bell(g, a), 2 / math.sqrt(math.pi))),
+    "expm1": _function(_torch("expm1"), lambda g, x, a: _one_plus(g, x), is_finite=False),
+    "log1p": _function(_torch("log1p"), lambda g, x, a: _over(g, 1.0, _one_plus(g, a)), is_finite=False),
 }
 """The operations by the names of nodes."""
