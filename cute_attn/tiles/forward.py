@@ -475,7 +475,7 @@ class ForwardLargeTile(Tile):
     """
 
     tile_n: int = choice(64, *range(32, 129, 16))
-    num_stages: int = choice(1, 1, 2, 3)
+    num_stages: int = choice(1, 1, 2, 3, 4)
     pack_heads: int = choice(1, 1, 2, 4, 8, 16, 32, 64)
 
     tile_m: ClassVar[int] = 64
@@ -485,7 +485,7 @@ class ForwardLargeTile(Tile):
     load_registers: ClassVar[int] = 40
     blocks_per_sm: ClassVar[int] = 1
     # A step's P is written before the other warpgroup has read the previous step's.
-    p_stages: ClassVar[int] = 2
+    p_stages: ClassVar[int] = 2  # a field of the tile with a cache
     # Fields of the Hopper forward's tile that are fixed here:
     rescale_threshold: ClassVar[int] = 8
     share_qo_smem: ClassVar[bool] = True
@@ -541,9 +541,11 @@ class KvcacheLargeTile(ForwardLargeTile):
 
     Attributes:
         page_rows: rows of each TMA box of a page, as in :class:`KvcacheSm90Tile`.
+        p_stages: stages of P. With one, for latent keys, P V of a key block is computed before S of the next one.
     """
 
     page_rows: int = choice(0, 0, 8, 16, 32, 64)
+    p_stages: int = choice(2, 1, 2)  # type: ignore[misc]
 
     compute_registers: ClassVar[int] = 224
     load_registers: ClassVar[int] = 56  # the producer computes stream-K ranges and pages
@@ -557,6 +559,10 @@ class KvcacheLargeTile(ForwardLargeTile):
     def reasons(self, traits: Traits) -> Iterator[str | None]:
         enough = self.num_stages >= 2 or not traits.latent  # a step needs the keys of two blocks
         yield self.unless(enough, "num_stages", f"2 or more, for {traits}")
+        accepted = (1, 2) if traits.latent else (2,)
+        yield self.unless(
+            self.p_stages in accepted, "p_stages", f"{' or '.join(map(str, accepted))}, for {traits}"
+        )
         yield pages_reason(self, traits)
         yield from super().reasons(traits)
 

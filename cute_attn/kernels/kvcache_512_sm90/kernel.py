@@ -23,6 +23,7 @@ from cute_attn.kernels.kvcache_512_sm90.roles import (
     CacheScoreLoop,
     CacheScoreResults,
     CacheValueConsumer,
+    LatentInOrder,
     LatentLoads,
 )
 from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
@@ -61,7 +62,10 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
             return LatentLoads(inputs, storage, params)
         return super().loads(inputs, storage, params)
 
-    score_loop = CacheScoreLoop
+    @property
+    def score_loop(self) -> type[CacheScoreLoop]:  # type: ignore[override]
+        return LatentInOrder if self.tile.p_stages == 1 else CacheScoreLoop
+
     value_consumer = CacheValueConsumer
 
     def score_results(self, params: ForwardParams, outputs: ForwardOutputs) -> CacheScoreResults:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import cutlass
 from cutlass import Constexpr, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.device.math import rematerialize
 from cute_attn.device.pipeline import WARPGROUP
@@ -63,7 +64,31 @@ class CacheScoreLoop(ScoreLoop):
     @cute.jit
     def publish(self, scores: ScoreTile, acc_s: cute.Tensor, n: Int32) -> None:
         self.zero_values_before_first(self.blocks.end - 1 - (n - self.uses.keys), n)
-        super().publish(scores, acc_s, n)
+        # By its class: in traced code, super() in a base class calls the base class's own method again.
+        ScoreLoop.publish(self, scores, acc_s, n)
+
+
+@dataclass(frozen=True)
+class LatentInOrder(CacheScoreLoop):
+    """The loop with one stage of P, for latent keys: P V of a block before S of the next one.
+
+    A block's memory is free after P V. With room for two blocks, S and softmax then hide the load of the next one.
+    """
+
+    @cute.jit
+    def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
+        """Compute P V of the block visited before, then S and P of ``block``."""
+        storage, n = self.storage, self.uses.keys + (self.blocks.end - 1 - block)
+        scores, acc_s, loaded = self.score_tile(block, n)
+        self.start_pv(n - 1)
+        storage.pipeline_k.consumer_wait(n)
+        self.start_qk(acc_s, n)
+        warpgroup.wait_group(1)
+        self.output.release(n - 1, n - 1 + self.tiles_before)
+        warpgroup.wait_group(0)
+        self.probabilities(scores, loaded, masked, False)
+        self.publish(scores, acc_s, n)
+        self.output.rescale()
 
 
 @dataclass(frozen=True)
