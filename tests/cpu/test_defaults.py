@@ -31,9 +31,6 @@ OTHERS = {
     **dict.fromkeys(PADDED_TENSORS, (("ld.global", "st.global.v"), ("LDG", "STG"))),
     **dict.fromkeys(SPLIT_TENSORS, SPLIT),
 }
-SPILL = {"backward-sm90-bf16-d224-sm90": 24}
-"""Defaults -> bytes that they spill, which is known: the same tile spills none at head dim 256."""
-
 
 COVER = cover()
 LOOPS = ("forward", "jvp", "backward", "kvcache")
@@ -101,9 +98,8 @@ def build(default: Default):
 
 def test_default_builds_without_spills(default):
     compiled, traits = build(default), default.traits
-    resources, spilled = compiled.resources, SPILL.get(str(default), 0)
-    assert resources.spill_store_bytes == resources.local_bytes == spilled
-    assert (resources.spill_load_bytes > 0) == (spilled > 0)
+    resources = compiled.resources
+    assert resources.spill_store_bytes == resources.spill_load_bytes == resources.local_bytes == 0
     assert compiled.warnings == ()
     assert resources.shared_memory_bytes <= compiled.tile.smem_bytes(traits)
     if (traits.op, traits.arch) == ("forward", "sm90"):
