@@ -15,7 +15,7 @@ from cute_attn.sdpa.calls import Inputs, request_of, why_not
 
 
 def visible(row: Row, queries: int, keys: int) -> list[set[int]]:
-    """Each query's keys."""
+    """The set of keys that each query sees."""
     found = []
     for i in range(queries):
         own = keys - queries + i
@@ -72,7 +72,7 @@ def test_our_call_is_attention_with_the_rows_keys(row):
 
 
 def calls():
-    """Each row's call under cuDNN, which PyTorch prefers on Hopper, by name."""
+    """The call of each row under cuDNN, which PyTorch prefers on Hopper, by the row's name."""
     found = {}
     for name, row in ROWS.items():
         if isinstance(row, Attention):

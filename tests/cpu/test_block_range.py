@@ -1,4 +1,4 @@
-"""Which key blocks a query block visits, and how lengths are read: device code run on the CPU against brute force."""
+"""The key blocks that a query block visits, and how lengths are read: device code on the CPU against brute force."""
 
 import functools
 import itertools
@@ -39,7 +39,7 @@ def block_ranges(problems: cute.Tensor, out: cute.Tensor, mask: Constexpr, of_ke
 
 @functools.cache
 def compiled(kind, of_keys):
-    """For any problems."""
+    """``block_ranges`` of a kind, compiled for any number of problems."""
     tensors = (dynamic(torch.zeros(1, n, dtype=torch.int32)) for n in (8, 4))
     return cute.compile(block_ranges, *tensors, KINDS[kind], of_keys)
 
@@ -62,7 +62,7 @@ def lengths_and_bounds(kind):
 
 
 def visible_keys(kind, shift, left, right, seqlen_k, queries):
-    """For each query the set of its keys, from the definition."""
+    """Set of the keys that each query sees, from the definition."""
     keys = torch.arange(seqlen_k)
     distance = keys - (torch.arange(*queries).unsqueeze(1) + shift)
     if kind == "none":
@@ -105,7 +105,7 @@ def test_block_ranges(kind, tile_m, tile_n, top_left):
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 16), (80, 128)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_query_blocks_of_a_key_block(kind, tile_m, tile_n, top_left):
-    """The same problems seen from the keys, with a key block behind the sequence's end besides."""
+    """The same problems seen from the keys; one key block lies after the sequence's end."""
     problems = [
         (*given, first, first + tile_n)
         for given in lengths_and_bounds(kind)

@@ -48,7 +48,7 @@ finally:
 
 
 def loading(*command, **environment):
-    """A command in a new process, which says at its end what it has loaded."""
+    """Run a command in a new process, which prints the modules that it has loaded."""
     return processes.alone("-c", LOADED, *command, environment=environment)
 
 
@@ -304,7 +304,7 @@ WITHOUT = (
     "sys.modules.update(dict.fromkeys(gone))\n"
     "importlib.util.find_spec = lambda name, *of: None if name in gone else find(name, *of)\n"
 )
-"""What only the laboratory and the commands need is not installed."""
+"""Hides the packages that only the laboratory and the commands need."""
 
 
 def test_attention_needs_nothing_of_the_laboratory():
@@ -336,7 +336,7 @@ LACKING = [
 
 @pytest.mark.parametrize(("lacking", "command", "status", "said"), LACKING, ids=[row[1] for row in LACKING])
 def test_commands_do_without_what_only_others_need(lacking, command, status, said):
-    """Or name it in a sentence, which a loaded file has its places and a count of hidden frames around."""
+    """A command that needs the package names it in one sentence; an error in a loaded file also has its location."""
     done = processes.alone("-c", f"{lacking}\nfrom cute_attn.__main__ import main\nmain()", *command.split())
     assert done.returncode == status and "Traceback" not in done.stdout
     assert said in done.stderr if "--load" in command else done.stderr == said

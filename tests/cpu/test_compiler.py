@@ -293,7 +293,7 @@ NAMED_AS_ANOTHER = REGISTERING.replace('"mine"', '"test"')
 
 @pytest.mark.slow
 def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
-    """The script runs once; kernels that it registers are built too, and those of modules outside sys.path."""
+    """The script runs once; kernels that it registers are built too, even from modules outside sys.path."""
     (tmp_path / "script.py").write_text(GUARDLESS)
     (tmp_path / "my_kernels.py").write_text(REGISTERING + "import test_support_kernels\n")
     elsewhere = tmp_path / "elsewhere"
@@ -501,7 +501,7 @@ class Mine:
 def key_of_a_cell(
     monkeypatch, before="", constant="WIDTH = 8", factor=2, attribute="stages = 3", annotation="int | None"
 ):
-    """Of a class as a notebook's cell makes it: in a module without a file."""
+    """Key of a kernel whose class a notebook's cell defines, in a module without a file."""
     module = types.ModuleType("typed_in_a_cell")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     text = before + CELL.format(constant=constant, factor=factor, attribute=attribute, annotation=annotation)

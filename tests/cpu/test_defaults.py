@@ -62,7 +62,7 @@ def kinds(default: Default) -> set[Hashable]:
 
 
 def to_disassemble() -> list[Default]:
-    """Of the cover, kernels with TMA, those whose tiles have every value of every field, and one of each kind."""
+    """Kernels of the cover with TMA, and enough others to have every value of every tile field and one of each kind."""
     return covering(
         COVER, what_shapes_machine_code, always=[default for default in COVER if uses_tma(default)]
     )
@@ -113,7 +113,7 @@ def test_default_builds_without_spills(default):
 
 
 def test_the_machine_code_of_a_default(disassembled):
-    """It has its instructions, a fence where the two proxies of shared memory meet, and its tile's steady step."""
+    """It has the expected instructions, fences between the two proxies of shared memory, and its tile's steady step."""
     traits = disassembled.traits
     if traits.op in OTHERS:  # some have two kernels
         assert set(OTHERS[traits.op][1]) <= build(disassembled).instructions.keys()

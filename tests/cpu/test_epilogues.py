@@ -77,7 +77,7 @@ def keep_mask(tiling, problem):
 
 
 def signs(tiling, problem):
-    """Where P has a sign by definition."""
+    """Signs of P by definition: dropped elements are negative."""
     tensors = (x.double() for x in (problem.q, problem.k, problem.v))
     features = problem.features(tiling.traits)
     return reference.attention(
@@ -166,7 +166,7 @@ def check_visits(tile, visits, hidden):
     ],
 )
 def test_sinks(name, features):
-    """Below, beside and above all scores, and in rows that see no key."""
+    """Sinks are below, among and above all scores; some rows see no key."""
     tiling = TILINGS[name].of(features)
     sinks = torch.tensor([-200.0, 1.5, 300.0]).to(DTYPES["fp16" if "sinks_fp16" in features else "fp32"])
     for seqlen_q, seqlen_k in ((130, 210), (210, 130)):
@@ -179,7 +179,7 @@ def test_sinks(name, features):
 
 @pytest.mark.parametrize("features", ["", "causal-sinks_fp32", "window-bias_fp16-dropout"])
 def test_p_times_a_power_of_two(features):
-    """As a forward on fp32 in one fp16 part has it: outputs and LSE are the same, and those of rows without keys."""
+    """P is scaled as for one fp16 term of fp32 operands; outputs and LSE are unchanged, also in rows without keys."""
     tiling = replace(TILINGS[SMALL].of(features), p_exponent=14)
     for seqlen_q, seqlen_k in ((130, 210), (210, 130)):
         shape = (2, 3, seqlen_q, seqlen_k)
@@ -195,7 +195,7 @@ def test_p_times_a_power_of_two(features):
 
 
 def in_nan(bias, pad_rows=1, pad_cols=1, offset=0):
-    """The same bias in the midst of NaN: what lies around it in memory must not be read."""
+    """The same bias surrounded by NaN: its neighbours in memory must not be read."""
     batch, nheads, rows, cols = bias.shape
     storage = torch.full((batch, nheads, rows + pad_rows, cols + pad_cols), torch.nan, dtype=bias.dtype)
     flat = torch.cat([torch.full((offset + 16,), torch.nan, dtype=bias.dtype), storage.flatten()])
@@ -283,14 +283,14 @@ def test_rows_of_one_key_among_large_scores(features, size):
 
 
 def test_bias_far_apart(tmp_path):
-    """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
+    """Batches lie 2^32 elements apart, in a sparse file."""
     bias = far_apart(tmp_path).copy_(torch.randn(2, 1, 8, 64))
     compare(TILINGS[SMALL].of("bias_fp16"), Scores.random(2, 1, 8, 64, bias=bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_is_not_read_beyond_its_end(dtype):
-    """Its last element is the last of a page, and the next page cannot be read: in a process of its own, it lives."""
+    """The bias ends at the end of a page, and the next page is unreadable. A child process reads it and survives."""
     tiling = TILINGS[SMALL].of(f"bias_{dtype}")
     values = torch.randn(1, 1, 33, 83).to(DTYPES[dtype])
     compare(tiling, Scores.random(1, 1, 33, 83, bias=values))  # compiled here, for the child to find
@@ -440,7 +440,7 @@ def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
 
 @pytest.mark.parametrize("features", ["causal", "window_top_left-alibi-bias_bf16-dropout"])
 def test_lengths_of_each_batch(features):
-    """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""
+    """seqused: rows beyond a batch's used queries and keys are neither read nor written."""
     tiling = TILINGS[SMALL].of(f"{features}-seqused_q-seqused_k")
     used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Forward-mode derivatives of attention on the CPU, against torch's own of a dense definition in float64."""
+"""Forward-mode derivatives of attention on the CPU, against torch's derivatives of a dense definition in float64."""
 
 import functools
 import math
@@ -188,7 +188,7 @@ def test_of_vmap():
 
 @pytest.mark.parametrize("functional", [True, False])
 def test_gradients_of_what_has_a_tangent(functional):
-    """A loss of out and LSE, beside their tangents: MeanFlow's."""
+    """The loss depends on out and LSE and on their tangents, as in MeanFlow."""
     given, dots = tensors(), tensors(seed=10)
     weights = [randn(2, 5, 4, 4, seed=40), randn(2, 4, 5, seed=41)]
 
@@ -347,7 +347,7 @@ HOST = {
 
 
 def by_definition(given, traits):
-    """Writes what the kernel would, to rows that sequences own."""
+    """Write the kernel's results, by the definition, to rows that sequences own."""
     lengths = Lengths(*given.seqlens[:6])
 
     def call(*tensors):

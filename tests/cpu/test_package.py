@@ -83,7 +83,7 @@ STATED["attention_with_kvcache"] = "_KvcacheOptions"
 
 @pytest.mark.parametrize("name", STATED)
 def test_overloads_have_the_arguments_of_their_function(name):
-    """By their names and types as text."""
+    """Names and types are compared as text."""
     stub = ast.parse((ROOT / "cute_attn/__init__.pyi").read_text()).body
     module = ROOT / "cute_attn" / (cute_attn._HOME[name].replace(".", "/") + ".py")
     (real,) = (x for x in ast.parse(module.read_text()).body if getattr(x, "name", "") == name)
@@ -240,7 +240,7 @@ def test_what_is_no_kernel_is_not_registered(call, sentence):
 
 
 class Narrower(ForwardSm80):
-    """Layouts, tiles and names of its own: the definition computes the same."""
+    """A kernel with different layouts and tile and an unknown name, but the same definition."""
 
     PAD = 8
 

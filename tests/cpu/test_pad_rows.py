@@ -38,7 +38,7 @@ def strides_of(shape, kind):
 
 
 def places_of(shape, strides, first):
-    """Where each element lies: (rows, dim)."""
+    """Index of each element in memory: (rows, dim)."""
     grids = np.meshgrid(*(np.arange(n) * s for n, s in zip(shape, strides, strict=True)), indexing="ij")
     return first + sum(grids).reshape(-1, shape[-1])
 
@@ -52,7 +52,7 @@ def write_noise(out: cute.Tensor, count: Constexpr):
 
 
 def tensor_of(out, first, dtype, shape, strides):
-    """Of the elements from ``first`` on, strides as a kernel has them: none is known."""
+    """A tensor whose first element is ``first``. Strides are dynamic, as in the kernel."""
     strides = tuple(Int64(stride) for stride in strides)
     start = cute.recast_ptr(out.iterator, dtype=dtype) + first
     return cute.make_tensor(start, cute.make_layout(shape, stride=strides))
@@ -68,7 +68,7 @@ def copy_rows(
     cu_seqlens: Constexpr,
     out: cute.Tensor,
 ):
-    """By all threads of all CTAs; ``out`` starts with so many words of noise."""
+    """Run all threads of all CTAs; first fills ``words`` words of ``out`` with noise."""
     write_noise(out, words)
     shape, strides, first = layout
     dtype, dim = CUTE_DTYPES[kernel.traits.dtype], shape[-1]

@@ -223,7 +223,7 @@ def given_to(door, q, k, v):
 
 @pytest.mark.parametrize("door", ["attention", "flash_attn", "flex"])
 def test_the_precision_of_fp32_is_that_of_each_call(door, monkeypatch):
-    """At the outermost door as well, whose arguments do not name it."""
+    """The same holds at outermost doors that have no argument for the precision."""
     launched = []
     machine.gpu(monkeypatch, lambda kernel, target: lambda given: launched.append(kernel.traits.precision))
     given, flags = given_to(door, *[torch.randn(2, 64, 4, 64)] * 3), torch.backends.cuda.matmul
@@ -260,7 +260,7 @@ def launches(monkeypatch):
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """Where a call was recorded, rather than repeated."""
+    """The calls that were recorded, rather than repeated from a record."""
     found, record_call = [], plans._record
 
     def noted(*arguments):
@@ -285,7 +285,7 @@ def test_a_record_without_gradients_is_none_of_a_call_with_some(launches):
 
 
 def test_a_record_without_gradients_of_a_given_output(launches):
-    """Its metadata is that of a call with gradients enabled and none required."""
+    """The call's metadata equals the metadata of a call with gradients enabled and none required."""
     (q, k, v), out = (randn(2, 128, 4, 64) for _ in range(3)), randn(2, 128, 4, 64)
     with torch.no_grad():
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a function reads is what it has in each call: nothing that was read once is kept where it may have changed."""
+"""A function's reads have their current values in each call: nothing is kept that may have changed since."""
 
 import gc
 import operator

@@ -1,4 +1,4 @@
-"""The regret of choices without a GPU: which shapes and candidates there are, what is forced, and what is reported."""
+"""The regret of choices, without a GPU: shapes, candidates, forced choices and the report."""
 
 import json
 

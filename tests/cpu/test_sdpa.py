@@ -208,7 +208,7 @@ SERVED += [("cudnn", OF_72, {"target": "sm80"}), ("cudnn", OF_72, {"learns": Tru
 
 @pytest.mark.parametrize(("backend", "tensors", "changes"), SERVED)
 def test_served(backend, tensors, changes):
-    """Also calls beside those that PyTorch computes faster."""
+    """This includes call classes in which PyTorch serves only some calls faster."""
     inputs, arguments = good(**tensors)
     call = request_of(backend, Inputs(**inputs), **arguments)._replace(**changes)
     assert why_not(call) is None
@@ -272,7 +272,7 @@ def leaves(*shapes):
 
 
 def compare(out, tensors, **arguments):
-    """With scaled_dot_product_attention's math in float64, and its gradients."""
+    """Compare out and its gradients with scaled_dot_product_attention's math in float64."""
     exact = [x.detach().double().requires_grad_() for x in tensors]
     bias = {"attn_mask": exact[3]} if len(exact) > 3 else {}
     wanted = scaled_dot_product_attention(*exact[:3], **bias, **arguments)
@@ -459,7 +459,7 @@ NAME = "_scaled_dot_product_cudnn_attention"
 
 
 class Kernel:
-    """A stand-in for PyTorch's kernel of an operator: its calls, and outputs of ones."""
+    """Replaces PyTorch's kernel of an operator; records its calls, and returns ones."""
 
     def __init__(self):
         self.calls = []

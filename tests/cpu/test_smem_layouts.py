@@ -36,9 +36,9 @@ def strided(*strides):
 
 ONE = (lambda r, c, s: 1,)
 OVERLAPPING = strided(lambda r, c, s: c // 2, *ONE, lambda r, c, s: r * c // 2)
-"""Each row starts in the middle of the one before."""
+"""Each row starts in the middle of the previous one."""
 TWICE = strided(lambda r, c, s: 2 * c, *ONE, lambda r, c, s: 2 * r * c)
-"""Every other row is left empty."""
+"""Every second row is left empty."""
 
 
 class RoomElsewhere(ForwardSm80Tile):
@@ -149,7 +149,7 @@ METHODS = {
     *("gmem_load", "gmem_store", "gmem_copy", "tiled_mma", "mma_qk", "mma_pv", "mma_sdp", "mma_dkv"),
     *("mma_dq", "mma_scores", "scores_store", "gradient_store", "store_copy"),
 }
-"""Of layouts, copies and MMAs."""
+"""Names of all methods that return a layout, a copy or an MMA."""
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,7 +41,7 @@ def call(seqlen_q, seqlen_k, nheads=1, nheads_kv=1, batch=1, mask="", window=Non
 
 
 def test_accumulators_in_order():
-    """One where CTAs have enough to do between turns, or L2 is full; more only of few queries beside many keys."""
+    """One if CTAs have enough work between turns, or L2 is full; several only for few queries and many keys."""
 
     def accumulators(blocks, count, steps, one, keys=2**30, seen=1.0, rows=0, sequences=1):
         columns = Columns(count, blocks, rows or blocks, sequences, steps, seen)

@@ -91,7 +91,7 @@ def test_slots_of_a_long_line():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_warp_shares_the_search(arch, tmp_path):
-    """On the device each lane measures a sequence: shuffles, and no memory of its own."""
+    """On the device each lane measures a sequence: lanes exchange results by shuffles, without memory."""
     given = (fakes(), KINDS["causal"], 3, make_fake_stream())
     options = f"--gpu-arch {arch} --keep-ptx --dump-dir {tmp_path}"
     compiled = cute.compile(divide_by_a_warp, *given, options=options)

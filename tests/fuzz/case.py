@@ -267,7 +267,7 @@ class Functions:
         )
 
     def wide(self) -> "Functions":
-        """The same with captured floats in float64."""
+        """The same tensors with captured floats in float64."""
 
         def widened(x: Tensor) -> Tensor:
             return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
@@ -323,7 +323,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Those in a value of a function."""
+    """All tensors in a value that a function captures."""
     found: list[Tensor] = []
 
     def noted(x: Tensor) -> Tensor:
@@ -425,13 +425,13 @@ class Inputs:
         return Inputs(**made)
 
     def leaves(self, case: Case, functions: Functions) -> dict[str, Tensor]:
-        """What requires a gradient."""
+        """All tensors that require a gradient."""
         named = {x.name: getattr(self, x.name) for x in fields(self)} | functions.values
         return {name: named[name] for name in case.grads}
 
 
 def laid_out(tensors: tuple[Tensor, ...], layout: str) -> tuple[Tensor, ...]:
-    """The same values, otherwise in memory; "expanded" repeats the first head."""
+    """The same values in another memory layout; "expanded" repeats the first head."""
     if layout == "heads_first":
         return tuple(x.transpose(-2, -3).contiguous().transpose(-2, -3) for x in tensors)
     if layout == "fused" and len({x.shape[:-2] for x in tensors}) == 1:

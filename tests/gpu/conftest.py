@@ -27,7 +27,7 @@ def built(request: pytest.FixtureRequest) -> None:
     """Build the kernels of all selected tests with parameters case, arch and perhaps tile and op.
 
     A module's ``needed_kernels`` adds (traits, tile, target) for a test's parameters and a target.
-    With ``-n``, each worker builds what its own tests launch.
+    With ``-n``, each worker builds the kernels that its tests launch.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
@@ -121,7 +121,7 @@ def guarded_outputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(autouse=True)
 def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Each call is made twice, the second time from the record of the first, and returns the second one's results.
+    """Make each call twice, the second time from the record of the first, and return the second call's results.
 
     Not with the marks ``once``, of tests that count what calls do, and ``unguarded``.
     """

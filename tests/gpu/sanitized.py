@@ -48,7 +48,7 @@ def run_ends() -> None:
 
 
 def moved(x: torch.Tensor, distance: int, first: int) -> torch.Tensor:
-    """x in an allocation of its own that ends with it, from an element on, its heads ``distance`` elements apart."""
+    """A copy of x at the end of a separate allocation, from an element on, its heads ``distance`` elements apart."""
     batch, length, heads, head_dim = x.shape
     last = (batch * length * heads - 1) * distance
     strides = (length * heads * distance, heads * distance, distance, 1)

@@ -92,7 +92,7 @@ def check(found: list[Tensor], exact: list[Tensor], lengths: Any) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_packed_sequences(arch: str, head_dim: int, name: str) -> None:
-    """Also repeated, from a record, and with the tables of another mask."""
+    """Calls are also repeated from a record, and with the tables of another mask."""
     tensors = [x.flatten(0, 1) for x in inputs(1000, 1000, head_dim)]
     starts, longest = torch.tensor([0, 700, 2000], dtype=torch.int32), 1300
     cpus, own = (starts, starts, longest, longest), [x.cuda() for x in tensors]
@@ -146,7 +146,7 @@ LISTS = (
 
 
 def masks(device: str = "cuda") -> dict[str, Any]:
-    """Functions by name; those of documents, prefixes, padding and places capture tensors."""
+    """Mask functions by name; the ones of documents, prefixes, padding and places capture tensors."""
     generator = torch.Generator().manual_seed(0)
     document = (torch.arange(3000) // 170).to(device)
     shuffled = torch.randint(0, 40, (BATCH, 3000), generator=generator, dtype=torch.int16).to(device)

@@ -19,7 +19,7 @@ def randn(*shape, dtype=BF16):
 
 
 def exact(call, inputs, grad_out):
-    """By the definition in float64, on the CPU."""
+    """Results by the definition in float64, on the CPU."""
     return with_gradients(call, [x.cpu().double() for x in inputs], grad_out.cpu().double())
 
 
@@ -113,7 +113,7 @@ def test_a_graph_of_a_packed_training_step():
 
 @pytest.mark.parametrize("first", ["default", "side"])
 def test_a_record_follows_the_stream(first):
-    """A call that one stream recorded is repeated on another, behind what that one has to do before."""
+    """A call that one stream recorded is repeated on another stream, ordered after that stream's earlier work."""
     inputs, grad_out = [randn(2, 300, 4, 64) for _ in range(3)], randn(2, 300, 4, 64)
 
     def call(q, k, v):
@@ -139,7 +139,7 @@ def test_a_record_follows_the_stream(first):
 
 
 def test_one_record_does_not_serve_other_calls():
-    """Of other strides, dtypes, scales, lengths and alignments, each again and again."""
+    """Calls with other strides, dtypes, scales, lengths and alignments, each several times."""
     shapes = ((2, 130, 4, 64), (2, 77, 2, 64), (2, 77, 2, 64), (2, 130, 4, 64))
     order = (0, 2, 1, 3)
     made = {}

@@ -1,4 +1,4 @@
-"""What a suite's tests run on: each adapter is called once, before pytest imports the tests."""
+"""The functions that a suite's tests run on: each adapter is called once, before pytest imports the tests."""
 
 import os
 import sys
@@ -64,7 +64,7 @@ def flash_attn_4(folder: Path) -> None:
 
 
 def stock(folder: Path) -> None:
-    """What the tests were written for, or choose themselves."""
+    """The library that the tests were written for, or that they choose themselves."""
 
 
 def mend(module: ModuleType) -> None:

@@ -37,7 +37,7 @@ _MAX_MERGED_DIM = 256
 
 
 def fa3(folder: Path) -> None:
-    """``flash_attn_interface``; FlashAttention-3's tests import helpers beside them, in ``hopper``."""
+    """Provide ``flash_attn_interface``; FlashAttention-3's tests also import helpers from the folder ``hopper``."""
     _forget("flash_attn_interface", "flash_attn")
     _module("flash_attn", folder / "flash_attn")  # for its rotary embedding
     interface = _module("flash_attn_interface")
@@ -226,7 +226,7 @@ def _fa4_varlen(
     aux_tensors: Any = None,
     **hints: Any,
 ) -> tuple[Tensor, Tensor]:
-    """hints: what changes no result, such as pack_gqa, scheduler_metadata and return_lse."""
+    """hints: arguments that change no result, such as pack_gqa, scheduler_metadata and return_lse."""
     _refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, mask_mod=mask_mod)
     _refuse(block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors)
     _refuse_dtype(q)
