@@ -176,7 +176,7 @@ def all_served() -> Iterator[None]:
 
 
 def measure(row: Attention | Training, clock: Any) -> dict[str, Any]:
-    """A row's times by PyTorch, by the drop-in and with all served, and what the drop-in left to PyTorch."""
+    """Times of a row in PyTorch, with the drop-in, and with all calls served; and the calls that the drop-in declined."""
     from cute_attn import sdpa
 
     torch.manual_seed(0)

@@ -36,19 +36,19 @@ LENGTHS = (1, 4, 16, 40, 64, 80, 96, 300, 600, 3000)
 """Queries and keys, between the bounds at which any chooser takes another tile."""
 CLOCK_EVERY = 10
 FINALISTS, MOST_CALLS = 3, 30
-"""Candidates that are timed again beside the chosen one; calls of each in a round, which each flush the L2."""
+"""Candidates that are timed again, with the chosen one; calls of each in a round, which all flush L2."""
 Medians = Callable[[dict[str, Callable[[], Any]], float, int, int], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is chosen for a call, all of it named, or "", 0 and None for what the chooser takes beside the rest.
+    """Choices for a call. All are named, or "", 0 and None for choices that the chooser still makes.
 
     Attributes:
-        tile: text of the main kernel's.
-        head_splits: of the query heads of a kv head, in a backward.
-        accumulators: of dQ, in the deterministic mode.
-        split: of the keys of a cache, or of a forward by the kernels for a cache: a
+        tile: the main kernel's tile as text.
+        head_splits: number of splits of a kv head's query heads, in a backward.
+        accumulators: number of dQ's accumulators, in the deterministic mode.
+        split: how the keys of a cache are divided, or a forward's keys by the kernels for a cache: a
             :class:`cute_attn.host.split_kv.Split`.
     """
 
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Such as ``tile_m=64,tile_n=128 head_splits=4``."""
+        """For example ``tile_m=64,tile_n=128 head_splits=4``."""
         words = [self.tile]
         words += [f"{name}={n}" for name in ("head_splits", "accumulators") if (n := getattr(self, name))]
         if self.split is not None:
@@ -77,7 +77,7 @@ class Candidate:
         )
 
     def beside(self, other: "Candidate") -> str:
-        """Those words of the name that another's has not."""
+        """The words of the name that the other's name lacks."""
         known = set(re.split("[ ,]", other.name))
         return ",".join(word for word in re.split("[ ,]", self.name) if word not in known) or "the same"
 
@@ -87,7 +87,7 @@ class Candidate:
 
 @contextlib.contextmanager
 def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
-    """Calls are divided as the candidate says. known: plans of its own, as their keys name no such choice."""
+    """Calls are divided as the candidate says. known: separate plans, as the usual keys do not include the choice."""
     from cute_attn.host import backward, plans, split_kv
 
     choices = (
@@ -107,20 +107,20 @@ def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
 
 
 def new_plans() -> dict[str, dict]:
-    """For :func:`forced`."""
+    """Empty plans for :func:`forced`."""
     from cute_attn.host import plans
 
     return {name: {} for name in plans.STORES}
 
 
 class Choice(NamedTuple):
-    """What the choosers take for a shape's call.
+    """The choosers' result for a shape's call.
 
     Attributes:
-        candidate: the choice. It names no tile where a forward divides keys, as it does while a call names none.
+        candidate: the choice. It names no tile if a forward divides keys, which it does only without a named tile.
         kernel: the main kernel; other tiles of it are candidates.
         in_order: whether key blocks add to the accumulators in order.
-        divided: how keys are divided among CTAs, and the arguments of that choice; or nothing.
+        divided: how keys are divided among CTAs, and the arguments of that choice; or empty.
     """
 
     candidate: Candidate
@@ -130,7 +130,7 @@ class Choice(NamedTuple):
 
 
 def choice(shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90") -> Choice:
-    """What the choosers take for the shape's call, by making it."""
+    """The choosers' result for the shape's call, found by making the call."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
     from cute_attn.host import backward, split_kv
@@ -168,7 +168,7 @@ def choice(shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str
 def candidates(
     shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90"
 ) -> list[Candidate]:
-    """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
+    """The choosers' result for the shape's call, then every other result that they could have, one choice at a time."""
     from cute_attn.host import split_kv
 
     chosen, kernel, in_order, divided = choice(shape, prepared, target)
@@ -222,7 +222,7 @@ def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
 
 
 def _thinned(numbers: Iterable[int], chosen: int) -> list[int]:
-    """All but the chosen one, without those within an eighth of the one before."""
+    """All numbers except the chosen one and ones within an eighth of the previous one."""
     found: list[int] = []
     for n in numbers:
         if n != chosen and (not found or n >= 1.125 * found[-1]):
@@ -246,7 +246,7 @@ def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[dict[str, tuple[Any, str]]]:
-    """Calls on the CPU plan what they would launch on a GPU, and compute nothing; the kernels, by name."""
+    """Calls on the CPU plan the launches of a GPU, and compute nothing. Yields the kernels by name."""
     import torch
 
     machine = run.machine_of_tests()

@@ -1,4 +1,4 @@
-"""A user's layouts, copies and MMAs: a wrong one gets a sentence with its method, its operand and what is accepted."""
+"""A user's layouts, copies and MMAs: a wrong one gets a sentence with its method, its operand and the accepted ones."""
 
 import dataclasses
 import re

@@ -127,7 +127,7 @@ def test_both_cards_were_measured():
             2,
         ),  # short tiles at both ends
         (call(100, 8192, 64, 8, mask="causal"), 1, 2),  # nearly all keys are seen by all queries
-        (call(64, 64, 8, 1, mask="causal"), 1, 1),  # nothing to gain for what the sums take
+        (call(64, 64, 8, 1, mask="causal"), 1, 1),  # no gain that would outweigh the sums
     ],
     ids=lambda x: f"{x.longest}" if isinstance(x, Call) else str(x),
 )

@@ -446,7 +446,7 @@ def test_exports(strict, tmp_path):
         loaded.table.copy_(model.table)
         torch.testing.assert_close(loaded(q), expected)
         loaded.table.div_(2)
-    if strict:  # what is saved does not depend on it
+    if strict:  # the saved program does not depend on it
         return
     files = [tmp_path / name for name in ("program.pt2", "q.pt", "expected.pt")]
     torch.export.save(program, files[0])

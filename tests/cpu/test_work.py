@@ -88,7 +88,7 @@ def _query_tiles(
     longest_first: Constexpr,
     heads: Constexpr,
 ):
-    """out[0] = (tiles, planes of a section, of the last one, the last section); then what each tile is."""
+    """out[0] = (tiles, planes of a section, of the last one, the last section); then the fields of each tile."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[0], sizes[1])
     order = QueryTileOrder.make(seqlens, mQ, mK, sizes[2], sizes[3], heads, longest_first)
     out[0, 0], out[0, 1] = order.total, order.planes.divisor
@@ -107,7 +107,7 @@ def _query_grid(
     longest_first: Constexpr,
     heads: Constexpr,
 ):
-    """out[0] = (CTAs, planes of a section, of the last one, the last section); then what each has."""
+    """out[0] = (CTAs, planes of a section, of the last one, the last section); then the work of each CTA."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, sizes[0], sizes[1])
     m_blocks, batch = cute.ceil_div(sizes[0], sizes[3]), seqlens.batch(mQ)
     grid = QueryGrid.make(m_blocks, mQ.shape[-2], mK.shape[-2], heads)
@@ -247,7 +247,7 @@ def test_every_query_block_once(data):
     if problem.packed or not longest_first:  # a head's blocks follow each other, the last one first
         keys = (1, 0) if problem.packed else (0, 1)
         assert real == sorted(real, key=lambda x: (*(x[i] for i in keys), -x[2]))
-    if problem.packed:  # what does not exist is at most a block a sequence, and what is not used
+    if problem.packed:  # at most one block per sequence does not exist, plus the blocks that are not used
         rows = len(problem.tensor("q"))
         packs = problem.nheads_kv * -(-group // heads)
         assert total <= packs * (rows // queries + len(problem.lengths_q))

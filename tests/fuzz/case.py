@@ -29,7 +29,7 @@ class Case:
         bias: a dtype or "bool"; bias_broadcast: which of "b", "h", "q" and "k" have size 1.
         score, mask: bodies of functions; form: where these have what they capture.
         grads: what requires a gradient: q, k, v, bias, sinks, alibi, and names of captured tensors.
-        change: what is changed between two calls: a captured name, or "" for nothing; replace: by another one instead
+        change: captured name whose value changes between two calls, or ""; replace: by another one instead
             of in place.
         extra: what only some doors read.
         room: sequences, heads and rows that captured tensors have at least, where fewer are drawn.
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The most queries and keys; of an empty batch what it would have."""
+        """The maximum queries and keys of a sequence; for an empty batch, the ones that a sequence would have."""
         given = self.sequences or ((self.seqlen_q, self.seqlen_k),)
         return max(m for m, _ in given), max(n for _, n in given)
 

@@ -35,7 +35,7 @@ class Door:
     Attributes:
         call: out, and lse where the door returns it, with ``attention``'s dimensions.
         takes: features that cases may have.
-        around: what is active during a call and its backward.
+        around: contexts that are active during a call and its backward.
     """
 
     call: Callable[[Case, Inputs, Functions], Results]

@@ -17,7 +17,7 @@ from tests.fuzz.judge import CLEAN, Fault, Outcome
 FORWARD = ("warps2x1-32x16", "wgmma1-64x16")
 BACKWARD = ("warps2x1-32x16", "wgmma1-16x64-transposed")
 FLOOR = 1e-4
-"""Tolerance relative to the largest value: above the rounding of float32 and fast functions, far below a wrong result."""
+"""Tolerance relative to the largest value: above float32's and fast functions' rounding, far below a wrong result."""
 
 
 def judge(case: Case) -> Outcome:

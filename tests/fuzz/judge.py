@@ -203,7 +203,7 @@ def _compare(case: Case, got: Results, exact: Results, plain: Results, floor: fl
             own = max(torch.finfo(x).eps for x in (found.dtype, DTYPES[case.dtype]))
             if found.dtype != DTYPES[case.dtype]:  # added up in the captured tensor's dtype
                 own *= 256
-            elif name == "dbias" and found.is_cuda and case.bias_broadcast:  # a kernel rounds what is summed
+            elif name == "dbias" and found.is_cuda and case.bias_broadcast:  # a kernel rounds the addends
                 own *= 16
         size = max(1.0, float(finite.max()) if finite.numel() else 0.0)
         try:

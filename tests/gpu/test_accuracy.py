@@ -26,8 +26,8 @@ ARCHS = runnable_archs("backward")
 LIMIT = 1.25
 """Maximum ratio of the package's error to the peer's."""
 FP32_LIMIT = 3.0
-"""Also of fp32's gradients, for inputs that are not normal. LSE is rounded once more, to base 2, and scores are not: a
-kernel that rounds both alike has P of 1 where one score makes up the LSE (errors of 1e-8 to 1e-5 both)."""
+"""The same for fp32's gradients, if inputs are not normal. LSE is rounded once more, to base 2; scores are not. A
+kernel that rounds both in the same way has P = 1 where one score makes up the LSE (errors of 1e-8 to 1e-5 both)."""
 MIN_ROWS = 16384
 """Rows of queries, and of keys, of a comparison."""
 NHEADS = 4

@@ -188,7 +188,7 @@ def test_the_kernel_that_has_to_computes(what, launch_only, matmul_precision):
     plain, plain_lse = by_definition(q, k, v)
     found, lse = attention(q, k, v, precision="fp32", kernel=TERMS, return_lse=True)
     out = found.clone()
-    if what == "inf":  # and nothing beside its column
+    if what == "inf":  # and nothing outside its column
         column = (0, slice(None), 0, 3)
         assert not out[column].isfinite().any()
         out[column] = exact[column] = plain[column] = 0.0

@@ -237,10 +237,10 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 def check_captured(
     found: Tensor, leaves: Sequence[Tensor], out: Tensor, grad: Tensor, score_mod: Any, own: Tensor, mask: Any
 ) -> None:
-    """The gradient of ``own``, which ``score_mod`` makes a score_mod of, against float64 with the kernel's ``out``.
+    """Compare the gradient of ``own``, which ``score_mod`` captures, with float64, given the kernel's ``out``.
 
-    That out is rounded moves all dS of a row by one number, and sums of them over many rows by percents: so an exact
-    gradient is no measure of what is added, but that of the same out is one, to fp32's digits.
+    Rounding of out changes all dS of a row by one number, and their sums over many rows by percents. So the exact
+    gradient is no reference for the sums, but the gradient for the rounded out is one, up to fp32's rounding.
     """
     q, k, v = (x.detach().double() for x in leaves)
     table = own.detach().double().requires_grad_()

@@ -141,7 +141,7 @@ CALLS = {
         f"group-of-{n}": (((70, 0, 1500), (2, 2, 2)), {"heads": (2 * n, 2)}, CAUSAL)
         for n in (1, 3, 5, 7, 8, 12, 48, 80)
     },
-    # Prefill beside decoding, and sequences without queries.
+    # Prefill and decoding in one call, and sequences without queries.
     "packed": (((300, 900, 0, 77, 1, 2000), (300, 1, 2, 0, 3, 64)), {}, CAUSAL),
     **{
         f"d{d}x{dv}": (((70, 0, 1500), (2, 2, 2)), {"dims": (d, dv)}, {})

@@ -185,7 +185,7 @@ def stated(problem, longest):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("op", ["backward"])  # is built beside the forward
+@pytest.mark.parametrize("op", ["backward"])  # built along with the forward
 @pytest.mark.parametrize("case", [NUMBERED], ids=lambda case: case.name)
 def test_stated_maxima_that_count(case, op, arch):
     problem = stated(case.build("cuda"), 2**23)

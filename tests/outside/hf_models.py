@@ -13,7 +13,7 @@ import transformers
 for parent, child, mixin in (
     ("exporters", "test_export", "ExportTesterMixin"),
     ("generation", "test_utils", "GenerationTesterMixin"),
-):  # what the file imports beside
+):  # other imports of the file
     for name in (f"tests.{parent}", f"tests.{parent}.{child}"):
         sys.modules.setdefault(name, ModuleType(name))
     vars(sys.modules[f"tests.{parent}.{child}"])[mixin] = type(mixin, (), {})
