@@ -176,7 +176,7 @@ def all_served() -> Iterator[None]:
 
 
 def measure(row: Attention | Training, clock: Any) -> dict[str, Any]:
-    """Times of a row in PyTorch, with the drop-in, and with all calls served; and the calls that the drop-in declined."""
+    """Times of a row in PyTorch, with the drop-in, and with all calls served; and which calls the drop-in declined."""
     from cute_attn import sdpa
 
     torch.manual_seed(0)

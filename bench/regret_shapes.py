@@ -66,7 +66,7 @@ class Shape:
         return plain and self.kernel_op == "forward" and self.seqlen_k >= MAY_DIVIDE
 
     def prepared(self, device: str) -> Callable[..., Callable[[], Any]]:
-        """A function from a tile's text, and the number of splits of a cache, to the timed function. All share inputs."""
+        """A function from a tile's text, and a cache's number of splits, to the timed function. All share inputs."""
         if isinstance(self.of, Row):
             from bench import decode_impls, decode_rows
 

@@ -288,7 +288,7 @@ def below_operators() -> Iterator[None]:
 def _loss(
     outputs: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]
 ) -> Tensor:
-    """A scalar whose gradients are those that kernels compute from the ``given`` out and lse.
+    """A scalar whose gradients are the kernels' gradients for the ``given`` out and lse.
 
     The given out and lse may cover more keys than the call, for example if results over ranges of keys were merged.
     Probabilities are relative to the given lse.
@@ -383,7 +383,7 @@ class Node(NamedTuple):
         rest: the call's arguments that are not tensors.
         options: rest and the users' classes that the call names, for the key of a backward's record.
         packed: how many of q, k and v may be adjacent views of one tensor, so that their gradients are, too.
-        traced: weak references to those of the users' classes that are epilogues of functions.
+        traced: weak references to the users' classes that are epilogues of functions.
     """
 
     rest: tuple
@@ -468,7 +468,7 @@ _FIRST = 3
 
 
 class Attention(torch.autograd.Function):
-    """Autograd's node of a call without the dispatcher. The operator has a node of its own."""
+    """Autograd's node of a call that does not go through the dispatcher. The operator has another node."""
 
     @staticmethod
     def forward(ctx: Any, node: Node, record: Record | None, given: Tensors, *tensors: Any) -> Outputs:

@@ -99,7 +99,7 @@ class DropoutState:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of P. It is not a score epilogue, but its arguments are passed with those of the score epilogues."""
+    """Dropout of P. It is not a score epilogue, but its arguments are passed along with the score epilogues'."""
 
     kind: str  # "flash" or "mem_efficient"
     varlen: bool = False  # whether sequences are packed, by cumulative lengths

@@ -1,4 +1,4 @@
-"""Gradients of q, k, v and bias from those of out and lse, on CUDA: three launches and their workspace.
+"""Gradients of q, k, v and bias from gradients of out and lse, on CUDA: three launches and their workspace.
 
     preprocess   out, grad_out, lse, grad_lse  ->  two numbers per query, and dQ accumulators of zeros
     main         dK, dV, the bias's gradient; adds to the accumulators

@@ -154,6 +154,6 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
 
 
 def listed_first(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of chosen elements along the last dimension, and all indices, those of chosen elements first."""
+    """Number of chosen elements along the last dimension, and all indices, the chosen elements' first."""
     places = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices
     return chosen.sum(-1).int(), places.int().contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 Tensors = tuple[Any, ...]
-"""A call's first tensors, q to rng_state; those that may be absent are None."""
+"""A call's first tensors, q to rng_state; an absent tensor is None."""
 
 # ---- outputs and views ----
 

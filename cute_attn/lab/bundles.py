@@ -46,7 +46,7 @@ _ARCHIVE_BYTES = 16 << 20
 _KNOWN_SYMBOL = re.compile(
     r"TVMFFI\w+|cu(da)?[A-Z]\w+|\w+@GLIBC_[\d.]+|_ITM_\w+|__gmon_start__|__cxa_finalize.*"
 )
-"""Symbols that a library may leave undefined: those of TVM FFI, the CUDA runtime and the C library."""
+"""Symbols that a library may leave undefined: of TVM FFI, the CUDA runtime and the C library."""
 
 
 # ---- what to bundle ----

@@ -49,7 +49,7 @@ _HOPELESS = math.log(0.8)  # of the first round; more rounds would not change it
 _CLOSE = math.log(1.02)  # how much slower than the best one still races it
 _MOST_RACED, _MOST_PAIRS = 8, 24
 _RACE = 1.5  # the time of that race and the A/B over the A/B's alone
-# To say what fits a budget: seconds of a build, of loading the workers, of a check, and of an A/B beside its samples.
+# To predict what fits a budget: seconds of a build, of loading workers, of a check, and of an A/B without its samples.
 _BUILD_S, _START_S, _CHECK_S, _AB_S = 8.0, 5.0, 0.3, 1.5
 
 

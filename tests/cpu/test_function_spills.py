@@ -130,7 +130,7 @@ MOST = {
     "backward": ("padding", "softcap-and-document", "wave"),
     "gradients": ("learned_cap", "t5"),
 }
-"""Of the functions that share a tile: the ones that need most registers or instructions, or that once spilled."""
+"""Functions that need most registers or instructions of the ones that share a tile, or that once spilled."""
 GENERATIONS = [*(("sm80", target) for target in AMPERE_TARGETS), ("sm90", "sm90")]
 EXTREME = [
     (functions[place % len(functions)], op, *generation, (64, 128)[(place // 2 + turn) % 2])

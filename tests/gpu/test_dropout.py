@@ -335,7 +335,7 @@ def test_numbers_beyond_2_32_are_pytorchs(nheads, seqlen, arch):
 
 
 def test_a_restored_generator_draws_what_it_drew():
-    """Checkpoints restore a generator like this. Other streams, thousands of later draws and manual draws do no harm."""
+    """Checkpoints restore generators like this. Other streams, thousands of later draws and manual draws do no harm."""
     q, k, v = inputs(2, 4, 113, 203)
     before = torch.cuda.get_rng_state()
     first = [attention(q, k, v, dropout_p=0.5) for _ in range(3)]

@@ -43,7 +43,7 @@ def _float(x: Any) -> Any:
 
 
 def _of_floats(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function with its integers converted to floats first: their own arithmetic would wrap."""
+    """The function with its integers converted to floats first: integer arithmetic would wrap."""
     return lambda *inputs, **options: function(*map(_float, inputs), **options)
 
 

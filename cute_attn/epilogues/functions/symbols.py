@@ -1,4 +1,4 @@
-"""A trace's placeholders for tensors: scalars, and captured tensors of which some dimensions are indexed."""
+"""A trace's placeholders for tensors: scalars, and captured tensors with some dimensions indexed."""
 
 import functools
 import operator
@@ -128,7 +128,7 @@ def first_traced(x: Any) -> "Symbol | Row | None":
 
 
 class Kind(NamedTuple):
-    """The dtype and rank of a tensor of one element, for torch's own checks of arguments."""
+    """The dtype and rank of a tensor of one element, for torch to check arguments with."""
 
     dtype: torch.dtype
     rank: int

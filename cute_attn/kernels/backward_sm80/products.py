@@ -174,7 +174,7 @@ class Products:
     ) -> Any:
         """An operand in ``s``, (rows, cols, stage); ``transpose``: K is along the rows. paired: see ``Fp32Operand``.
 
-        whole: the tile of which ``s`` is a range of columns, or None for ``s``.
+        whole: the tile that contains ``s`` as a range of columns, or None for ``s``.
         """
         view = layouts.transposed(s) if transpose else s
         if self.of_fp32:

@@ -91,7 +91,7 @@ def tile_for_lengths(
     if traits.bias:
         return tile
     if lists_blocks(traits.epilogues) and (traits.windowed or traits.causal):
-        # Bounds beside a list need registers; the list's blocks are multiples of 64 keys.
+        # Bounds in addition to a list need registers; the list's blocks are multiples of 64 keys.
         return dataclasses.replace(tile, tile_n=64)
     return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, seqlen_q, seqlen_k, window))
 
