@@ -244,7 +244,7 @@ def _is_sum(total: int, terms: Iterable[tuple[int, int, int]]) -> bool:
         before = bounds.get(step, (0, 0))
         bounds[step] = (before[0] + low, before[1] + high)
     steps = sorted((step for step in bounds if step), reverse=True)
-    reach = [(0, 0)]  # of the steps behind each, from the last one on
+    reach = [(0, 0)]  # reach of the steps behind each, from the last one on
     for step in reversed(steps):
         low, high = (times * step + rest for times, rest in zip(bounds[step], reach[-1], strict=True))
         reach.append((low, high))

@@ -318,5 +318,5 @@ def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in content.items():
-            archive.writestr(zipfile.ZipInfo(name), data)  # of a date that does not change
+            archive.writestr(zipfile.ZipInfo(name), data)  # with a fixed date
     os.replace(scratch, path)

@@ -221,7 +221,7 @@ table --target x -> target is 'x'; accepted:
 """
 EARLY = """
 compile forward-sm80-bf16-d64 --tile tilen=32 -> tile has 'tilen=32' (did you mean 'tile_n'?); accepted
-check kvcache-sm90-bf16-d512 --tile stages=9 -> tile has 'stages=9' (did you mean 'num_stages'?); accepted
+check kvcache-sm90-bf16-d512 --tile num_stage=9 -> tile has 'num_stage=9' (did you mean 'num_stages'?); accepted
 bench forward-sm80-bf16-d64 --tile tile_n=7 -> tile_n is 7; accepted
 verdict backward-sm90-bf16-d128 --target sm80 -> backward-sm90 runs on sm90, not on sm80
 ab forward-sm90-bf16-d128 --peer fa9 -> --peer is 'fa9'; accepted: fa2, mem_efficient

@@ -55,7 +55,7 @@ def _asinh(input: Tensor) -> Tensor:
 
 
 def _logaddexp(input: Tensor, other: Tensor) -> Tensor:
-    distance = torch.where(input == other, 0.0, input - other)  # also of two infinities
+    distance = torch.where(input == other, 0.0, input - other)  # 0 for two equal infinities
     return torch.maximum(input, other) + torch.log1p(torch.exp(-torch.abs(distance)))
 
 
@@ -179,7 +179,7 @@ COMPOSED: dict[str, Callable[..., Tensor]] = {
     "isposinf": lambda input: input == math.inf,
     "isneginf": lambda input: input == -math.inf,
     "nan_to_num": _nan_to_num,
-    # functions of several
+    # functions of several operands
     "hypot": _of_floats(lambda input, other: torch.sqrt(input * input + other * other)),
     "logaddexp": _logaddexp,
     "logaddexp2": lambda input, other: _logaddexp(input * math.log(2), other * math.log(2)) / math.log(2),

@@ -38,7 +38,7 @@ class Operands:
     ds_t: Operand | None
     q_t: Operand
     ds: Operand
-    k_ts: tuple[Operand, ...]  # of each of dQ's passes
+    k_ts: tuple[Operand, ...]  # K for each of dQ's passes
     p_out: SmemResult | None
     ds_out: SmemResult
 
