@@ -156,7 +156,7 @@ def choice(shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str
         prepared()()
     kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op in (shape.kernel_op, "kvcache"))
     if kernel.traits.op != "kvcache":
-        divided = []  # by the forward before a backward
+        divided = []  # the forward before a backward filled it
     splits, numbers, split = (calls[-1][1] if calls else None for calls in (heads, ordered or keys, divided))
     chosen = Candidate(kernel.tile.text, splits or 0, numbers or 0, split)
     if kernel.traits.op != shape.kernel_op:
@@ -183,7 +183,7 @@ def candidates(
         blocks = -(-shape.seqlen_k // kernel.tile.tile_n)
         most = min(blocks, MAX_IN_ORDER if in_order else MAX_SPLITS)
         found += [replace(chosen, accumulators=n) for n in _thinned(range(1, most + 1), chosen.accumulators)]
-    for arguments, split in divided:  # with which goes another default tile
+    for arguments, split in divided:  # each has another default tile
         found += [replace(chosen, tile="", split=one) for one in _cache_splits(*arguments) if one != split]
     if not divided and shape.may_divide_keys:
         found.append(Candidate(split=split_kv.Split("stream_k")))
@@ -269,7 +269,7 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
             first, *others = candidates(shape, prepared)
             for one in (first, *others):
                 if one is first or (one.tile, one.split) != (first.tile, first.split):  # or the same kernels
-                    with forced(one, new_plans()), contextlib.suppress(ValueError):  # which timing reports
+                    with forced(one, new_plans()), contextlib.suppress(ValueError):  # timing reports it
                         prepared(*one.named)()
     return found
 
@@ -411,7 +411,7 @@ def picture(result: dict[str, Any]) -> Any:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    rows = [row for row in result["rows"] if len(row.get("times", ())) > 1]  # that left a choice
+    rows = [row for row in result["rows"] if len(row.get("times", ())) > 1]  # rows that left a choice
     for op in dict.fromkeys(row["op"] for row in rows):
         own = sorted(100 * row["regret"] for row in rows if row["op"] == op)
         shares = [100 * (i + 1) / len(own) for i in range(len(own))]

@@ -116,7 +116,7 @@ FURTHER = [
 ]
 MULTIPROCESSORS = 132
 BY_CACHE = {
-    # Of Hopper: decoding and chunked prefill, with pages of 8.
+    # On Hopper: decoding and chunked prefill, with pages of 8.
     ("kvcache-sm90-bf16", (1, 65536, 4, 0)): ("d128-seqused_k-split_stream_k",),
     ("kvcache-sm90-bf16", (1, 65536, 8, 8)): (
         "d128-causal-seqused_k-paged-leftpad-split_stream_k",
@@ -135,7 +135,7 @@ BY_CACHE = {
     ("kvcache-sm90-bf16", (512, 65536, 4, 8)): (
         "d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k",
     ),
-    # Of Ampere: rows that start anywhere, and fp32.
+    # On Ampere: rows that start anywhere, and fp32.
     ("kvcache-sm80", (1, 65536, 4, 3)): (
         "bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1",
         "fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",

@@ -24,7 +24,7 @@ class Case:
 
     lengths: tuple[int, ...]  # before the append
     new: tuple[int, ...] = ()  # rows to append, none without
-    queries: tuple[int, ...] = ()  # by default one each
+    queries: tuple[int, ...] = ()  # by default one per sequence
     capacity: int = 24
     page: int = 0  # rows of a page; 0: contiguous
     batch_idx: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Case:
     alibi: str = ""  # "heads" or "batch"
     sinks: bool = False
     tree: bool = False
-    functions: bool = False  # of all inputs: score_mod and mask_mod
+    functions: bool = False  # score_mod and mask_mod that read all inputs
 
     @property
     def batch(self) -> int:

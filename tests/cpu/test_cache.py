@@ -19,7 +19,7 @@ from cute_attn.compiler import SpillWarning, cache, compiled, cubin
 from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, CacheUnusable, DiskCache, Entry
 from tests import processes, toy
 
-pytestmark = pytest.mark.filterwarnings("ignore::cute_attn.compiler.SpillWarning")  # the toy's own
+pytestmark = pytest.mark.filterwarnings("ignore::cute_attn.compiler.SpillWarning")  # of the toy kernel
 PARTS = {OBJECT: b"object", CUBIN: b"cubin", PTX: b"ptx"}
 
 

@@ -41,7 +41,7 @@ def test_builds_for_a_target_without_a_gpu(fresh_cache, target, arch):
     compiled = compile(toy.NAME, target=target)
     assert f".target {arch}" in compiled.ptx
     assert compiled.cubin.startswith(b"\x7fELF")
-    assert arch.rstrip("f") in compiled.sass.splitlines()[0]  # of a family the oldest
+    assert arch.rstrip("f") in compiled.sass.splitlines()[0]  # a family's oldest target
     assert compiled.instructions["FFMA"] >= compiled.tile.values
     assert sum(compiled.instructions.values()) == len(re.findall(r"/\*[0-9a-f]{4,}\*/", compiled.sass))
     assert not compiled.from_cache and compiled.seconds > 0
@@ -86,7 +86,7 @@ def test_a_kernel_that_spills_reports_it_and_warns_once(fresh_cache, monkeypatch
     assert lean.resources.spill_store_bytes == lean.resources.spill_load_bytes == 0
     assert not lean.instructions.keys() & {"STL", "LDL"}
     forget(monkeypatch)
-    with pytest.warns(compiler.SpillWarning, match=text):  # as an operator loads it in a new process
+    with pytest.warns(compiler.SpillWarning, match=text):  # like an operator in a new process
         found = compiler.build(registry.lookup(TRAITS, "values=256", "sm80"), "sm80")
     assert found.from_cache
 
@@ -298,14 +298,14 @@ def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
     (tmp_path / "my_kernels.py").write_text(REGISTERING + "import test_support_kernels\n")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "test.py").write_text(NAMED_AS_ANOTHER)  # as is a module of Python's own
+    (elsewhere / "test.py").write_text(NAMED_AS_ANOTHER)  # Python has a module of that name
     (tmp_path / "test_support_kernels.py").write_text(
         f"from cute_attn.cli.main import _load\nfrom pathlib import Path\n_load(Path({str(elsewhere / 'test.py')!r}))\n"
     )
     done = processes.alone("script.py", folder=tmp_path)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     expected = [(name, None, True) for name in ("mine", "own", "test")]
-    found = [True, False, True]  # the script's own was built by its own process
+    found = [True, False, True]  # the script's process built the script's kernel
     assert done.stdout == f"script\n{expected}\n{found}\n"
 
 
@@ -328,7 +328,7 @@ def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("error")  # as of a pipe that is left open
+@pytest.mark.filterwarnings("error")  # for example about a pipe left open
 def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
     """Found on disk, built, refused, and one whose building ends the process, after which another takes its place."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -384,7 +384,7 @@ def test_every_field_of_traits_and_of_a_tile_changes_the_key():
         keys = {key(**{what: plain})}
         for field in dataclasses.fields(plain):
             changed = copy.copy(plain)
-            object.__setattr__(changed, field.name, "another")  # which no check of its own refuses
+            object.__setattr__(changed, field.name, "another")  # bypasses the class's checks
             keys.add(key(**{what: changed}))
         assert len(keys) == 1 + len(dataclasses.fields(plain))
 
@@ -525,7 +525,7 @@ def test_a_typed_class_is_known_by_its_code_and_what_that_names(monkeypatch):
     keys = {first, *(key_of_a_cell(monkeypatch, **change) for change in changes)}
     assert len(keys) == 1 + len(changes)
     with_an_object = [key_of_a_cell(monkeypatch, constant="WIDTH = object()") for _ in range(2)]
-    assert len({*keys, *with_an_object}) == len(keys) + 2  # which is never taken for another
+    assert len({*keys, *with_an_object}) == len(keys) + 2  # an object never equals another one
 
 
 def test_a_typed_classes_key_is_that_of_another_process(monkeypatch):

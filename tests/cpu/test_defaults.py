@@ -71,7 +71,7 @@ def to_disassemble() -> list[Default]:
 def what_shapes_machine_code(default: Default) -> set[Hashable]:
     """ptxas turns the same PTX into the same instructions whatever the head dim; a tile shapes the steady step."""
     traits = default.traits
-    kind = (traits.op, "" if traits.op in OTHERS else traits.arch)  # which are the same on both generations
+    kind = (traits.op, "" if traits.op in OTHERS else traits.arch)  # OTHERS are the same on both generations
     if not has_one_step(default):
         return {kind}
     values = asdict(default.kernel.tile) | {"dtype": traits.dtype}
@@ -124,7 +124,7 @@ def test_the_machine_code_of_a_default(disassembled):
     assert {i.opcode for i in code.instructions}.issuperset((*words[:2], *loads))
     if uses_tma(disassembled):
         order = proxy_order(code)
-        assert len(order.pipelines) >= 3  # of Q, K and V
+        assert len(order.pipelines) >= 3  # pipelines of Q, K and V
         assert order.releases >= len(order.pipelines)
         unordered = list(order.unordered)
         if getattr(disassembled.kernel.tile, "dq_rows", 0):

@@ -95,7 +95,7 @@ def test_a_command_parses_and_its_kernels_exist(command, tmp_path, monkeypatch):
     parse(words)
     for traits, tile in kernels_of(words):
         target = words[words.index("--target") + 1] if "--target" in words else traits.arch
-        if not traits.variant and not traits.epilogues:  # a reader's own
+        if not traits.variant and not traits.epilogues:  # otherwise a reader's kernel
             assert registry.lookup(traits, tile, target)
 
 

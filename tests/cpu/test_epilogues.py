@@ -103,7 +103,7 @@ def test_the_whole_chain(name, dropout):
         problem = Scores.random(2, 2, seqlen_q, seqlen_k, seed, **given, extra=extra)
         got = compare(tiling, problem)
         assert torch.equal(got.dropped, signs(tiling, problem))
-        seen = got.scores > -torch.inf  # what was not visited is NaN
+        seen = got.scores > -torch.inf  # unvisited scores are NaN
         assert torch.equal(got.dropped[seen], ~keep_mask(tiling, problem)[seen]) and got.dropped.any()
 
 
@@ -320,7 +320,7 @@ def test_bias_is_not_read_beyond_its_end(dtype):
     ("kind", "name"),
     [
         (("dropout", "dropout_mem_efficient")[place % 2], name)
-        for place, name in enumerate(TILINGS)  # which take turns
+        for place, name in enumerate(TILINGS)  # kinds alternate
     ],
 )
 def test_dropout_draws_pytorchs_masks(kind, name):

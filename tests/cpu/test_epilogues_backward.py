@@ -268,7 +268,7 @@ def check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state, **how):
     )
     # No P is so small that it is 0 in fp16.
     got, expected = compare(name, kind, replace(problem, scale=0.05), **how)
-    keep = expected.p != 0  # of which the definition is that of the forward's tests
+    keep = expected.p != 0  # the forward's tests have its definition
     assert torch.equal(got.p != 0, keep)
     assert abs(float(keep.double().mean()) - (1 - dropout_p)) < 0.03
 

@@ -148,7 +148,7 @@ MEANFLOW = "meanflow --device cpu --steps 3"
 
 
 def run(monkeypatch, command, *arguments):
-    programs.load("generate")  # which serve imports
+    programs.load("generate")  # serve imports it
     programs.run(monkeypatch, command, *arguments)
 
 

@@ -205,7 +205,7 @@ def test_a_mask_of_inference_tensors_serves_training():
     with torch.inference_mode():
         mask = create_block_mask(sliding_window, None, None, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=32)
         assert block_masks._made_of(mask).kinds[0, 0, 0].tolist() == [1, 1, 0, 0, 0]
-        mask.kv_num_blocks[..., 0] = 1  # which no version counts
+        mask.kv_num_blocks[..., 0] = 1  # no version counter changes
         assert block_masks._made_of(mask).kinds[0, 0, 0].tolist() == [1, 0, 0, 0, 0]
     assert not block_masks._made_of(mask).kinds.is_inference()
     x = inputs(grad=True)

@@ -74,7 +74,7 @@ def test_one_of_several_ctas_with_the_same_scores_adds(monkeypatch):
         for i in range(cute.size(tile.acc)):
             tile.acc[i] = other.acc[i]
 
-    def function(s, b, h, q, k):  # that no other test has traced
+    def function(s, b, h, q, k):  # no other test has traced it
         return CAP * torch.tanh(s * SLOPES[h] / CAP) * 1.5
 
     monkeypatch.setattr(EpilogueChain, "backward", backward)

@@ -415,7 +415,7 @@ def test_views_without_their_own_gradient_are_made_in_each_call(made):
     expected = dense(q, k, v, lambda s, b, h, i, j: s + view[h, j])[0]
     torch.testing.assert_close(found, expected)
     assert found.requires_grad == expected.requires_grad
-    if found.requires_grad:  # also of a view without gradients
+    if found.requires_grad:  # it may be a view without gradients
         grads = [
             torch.autograd.grad(out.square().sum(), table, allow_unused=True)[0] for out in (found, expected)
         ]

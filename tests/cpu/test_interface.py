@@ -445,6 +445,6 @@ def test_a_given_output_is_written():
 
 
 def test_a_tile_of_another_kernel_changes_nothing_on_the_cpu():
-    q = torch.randn(1, 8, 2, 16).bfloat16()  # of fp32 no kernel has such tiles
+    q = torch.randn(1, 8, 2, 16).bfloat16()  # no fp32 kernel has such a tile
     known = {"kernel": "sm80", "tile": "tile_n=32", "backward_tile": "tile_n=64"}
     assert torch.equal(attention(q, q, q, **known), attention(q, q, q, tile="speculative=true"))

@@ -473,7 +473,7 @@ def test_written_memory_that_is_shared_is_refused(name, before, monkeypatch):
 
 def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch):
     monkeypatch.setattr(compiler, "compile", None)
-    heads = 65_535 * 128 // 2  # of 2 vectors of 8 elements, a thread each
+    heads = 65_535 * 128 // 2  # each with 2 vectors of 8 elements, one per thread
     for more in (0, 1):
         x = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
         cache = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
@@ -530,7 +530,7 @@ def told(**options):
 
 
 def changed(tensor, change, **options):
-    """A call with another q, or another cache of k or v."""
+    """The same call with another q, or another cache of k or v."""
     problem = Problem(PLAIN, dtype=torch.float32)
     setattr(problem, tensor, change(getattr(problem, tensor)))
     return run(problem, **options)

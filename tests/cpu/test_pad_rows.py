@@ -139,7 +139,7 @@ def test_padded_rows_have_all_elements_and_zeros_behind_them(dtype, shape, first
 
 @pytest.mark.parametrize("dtype, shape, first, kind", IN_TURN)
 def test_rows_come_back_without_their_padding(dtype, shape, first, kind):
-    first = first * 4 if kind == CONTIGUOUS else first  # of memory that a plan allocates, and of any other
+    first = first * 4 if kind == CONTIGUOUS else first  # memory from a plan's allocation, or any other
     source, target, places, wide_places = copied("backward_unpad", dtype, shape, kind, first)
     expected = np.full_like(target, UNWRITTEN[target.dtype.itemsize])
     expected[places] = source[wide_places[:, : shape[-1]]]

@@ -65,7 +65,7 @@ META = {
     "causal": (False, True),
     "dropout_p": (0.0, 0.25, 1.0),
     "scale": (None, 0.5, -1.0),
-    "order": ((0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)),  # of dimensions in memory
+    "order": ((0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)),  # order of dimensions in memory
     "rng": ("ours", "torch"),
     "target": ("sm90", "sm80", "sm86", ""),
 }
@@ -618,7 +618,7 @@ def test_only_the_named_backends_are_served(on_cpu):
     assert FLASH(q, q, q)[0].shape == q.shape
     with pytest.raises(NotImplementedError):
         CUDNN(q, q, q, None, True)
-    on_cpu.remove()  # of what another has replaced it changes nothing
+    on_cpu.remove()  # it leaves operators that another activation has replaced
     assert FLASH(q, q, q)[0].shape == q.shape
     activation.remove()
 

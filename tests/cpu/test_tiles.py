@@ -176,7 +176,7 @@ kvcache-sm90-bf16-d576x8-latent -> head_dim_v is 8 with latent
 kvcache-sm90-bf16-d576x320-latent -> head_dim_v is 320 with latent
 kvcache-sm90-bf16-d576x136-latent -> head_dim_v is 136 with latent
 """
-"""A kernel, perhaps changes of its default tile and the target, and the reason."""
+"""A kernel, changes of its default tile or the target if any, and the reason why it is declined."""
 load("custom_epilogue")
 
 

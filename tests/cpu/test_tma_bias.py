@@ -27,7 +27,7 @@ BACKWARD = Traits("backward", "sm90", "bf16", 64, bias="bf16")
 
 
 def tensor(*shape: int, first: int = 0, row: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Zeros with rows ``row`` elements apart, from element ``first`` of its memory on."""
+    """Zeros whose rows are ``row`` elements apart, starting at element ``first`` of the memory."""
     batch, nheads, rows, cols = shape
     row = row or cols
     memory = torch.zeros(batch * nheads * rows * row + first + 8, dtype=dtype)

@@ -160,7 +160,7 @@ def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = D
 
 @dataclass(frozen=True)
 class Source:
-    """Where a captured value comes from. make: of the case and a generator a tensor, or of neither a Python value."""
+    """Where a captured value comes from. make: a tensor from the case and a generator, or a Python value without."""
 
     make: Callable[..., Any]
     is_float: bool = False

@@ -116,7 +116,7 @@ def _made_mask(case: Case, inputs: Inputs, functions: Functions, name: str, make
 
 
 def _torchs_mask(mask_mod: Any, *args: Any, **options: Any) -> Any:
-    if not inspect.isfunction(mask_mod) or mask_mod.__defaults__:  # which it refuses
+    if not inspect.isfunction(mask_mod) or mask_mod.__defaults__:  # vmap refuses these
         own = mask_mod
         mask_mod = lambda b, h, q_idx, kv_idx: own(b, h, q_idx, kv_idx)  # noqa: E731
     try:

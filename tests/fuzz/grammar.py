@@ -209,4 +209,4 @@ class Body:
         )
         bound = n - 1 if "clamp" in form or form == "%d" else n
         index = self.filled(form % bound, min(depth, 1) - 1)
-        return f"({index}).long()" if "signed" in index else index  # torch takes no such integers
+        return f"({index}).long()" if "signed" in index else index  # torch accepts no signed integers here

@@ -51,7 +51,7 @@ def judge(case: Case, device: str = "cpu") -> Outcome:
                 functions.change()
             try:
                 right = _expected(case, inputs, functions)
-            except Exception as error:  # what torch refuses
+            except Exception as error:  # torch refuses it
                 right = Outcome("invalid", f"torch: {type(error).__name__}: {error}")
             if isinstance(right, Outcome):
                 return right
@@ -68,9 +68,9 @@ def judge(case: Case, device: str = "cpu") -> Outcome:
 
 
 TORCHS = (
-    "derivative for aten",  # of what a function does with captured tensors
-    "Negation, the `-` operator, on a bool tensor",  # where the oracle has no score to call the function with
-    "Explicit attn_mask should not be set when is_causal=True",  # scaled_dot_product_attention's own
+    "derivative for aten",  # for a function's operations on captured tensors
+    "Negation, the `-` operator, on a bool tensor",  # if the oracle has no score to call the function with
+    "Explicit attn_mask should not be set when is_causal=True",  # raised by scaled_dot_product_attention
     "(*bias): last dimension must be contiguous",  # its kernel's on CUDA, also without us
     "mha_graph.execute",  # cuDNN's, which fails where a bias has one key for all
 )

@@ -75,12 +75,12 @@ def backward_requests(
     yield from forward_requests(case, arch, None, target)
     try:
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
-    except registry.Unsupported:  # as the test will find out
+    except registry.Unsupported:  # the test will report it
         return
     if not tile:
         main = main.for_lengths(*case.longest, case.group, target, case.pairs)
     if getattr(main.tile, "in_terms", False) and not tile:
-        main = main.of_whole_operands(target)  # as small calls have
+        main = main.of_whole_operands(target)  # like small calls
     yield from ((traits, own, target) for traits, own in kernels_of(main))
     if arch == "sm90" and case.bias and not tile:
         others = kernels_of(main.without_tma_bias())

@@ -129,7 +129,7 @@ def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, spli
         q, k[0], v[0], k=new, v=new, cache_seqlens=int32(*lengths), page_table=table, kernel=arch,
         num_splits=splits, **options,
     )  # fmt: skip
-    # The functions refuse such lengths where they see them, on the CPU.
+    # On the CPU, where the functions see lengths, they refuse these.
     seqlens, cache = (
         int32(*lengths).cpu(),
         definition.Cache(*expected, None if table is None else table.cpu()),

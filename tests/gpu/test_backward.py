@@ -18,7 +18,7 @@ from tests.gpu.compare import assert_equal, captured, int32, with_gradients
 from tests.gpu.tile_cases import tile_cases
 from tests.problem import Case, Problem, Start
 
-OP = "backward"  # what tests/gpu/conftest.py builds beforehand
+OP = "backward"  # tests/gpu/conftest.py builds this op beforehand
 ARCHS = runnable_archs(OP)
 ALLOCATE = record.new_empty_strided
 _BARE = "dq_bulk=false,mask_warps=0"
@@ -413,7 +413,7 @@ def tensors():
 
 
 def test_the_operator_passes_opcheck(tensors, monkeypatch):
-    # opcheck compares storage offsets, and a guarded output has one of its own.
+    # opcheck compares storage offsets, and a guarded output has another one.
     monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")

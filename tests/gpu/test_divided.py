@@ -82,7 +82,7 @@ def test_packed(causal):
     """Some sequences have no queries or no keys; rows between sequences belong to none."""
     queries, keys = (3, 0, 70, 9, 5), (5000, 200, 4097, 0, 6)
     q, k, v = tensors((sum(queries), 8, 128), *[(sum(keys), 2, 128)] * 2)
-    k[5000:5200], v[5000:5200] = torch.nan, torch.nan  # of the sequence without queries
+    k[5000:5200], v[5000:5200] = torch.nan, torch.nan  # the sequence without queries
     starts = (int32(0, *accumulate(n)) for n in (queries, keys))
     check(attention_varlen, q, k, v, *starts, 70, 5000, causal=causal)
 

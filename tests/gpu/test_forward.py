@@ -57,7 +57,7 @@ def has_short_tile(case: Case, arch: str) -> bool:
 def long_tile(case: Case, arch: str) -> str:
     """The default tile as text, which sequences of the case's lengths would not be given."""
     kernel = registry.lookup(case.traits(arch))
-    by_threads = case.longest[1] % 8 or (case.bias and "q" in case.bias_broadcast)  # TMA loads no such rows
+    by_threads = case.longest[1] % 8 or (case.bias and "q" in case.bias_broadcast)  # not by TMA
     if getattr(kernel.tile, "bias_stages", 0) and by_threads:
         kernel = kernel.without_tma_bias()
     return kernel.tile.text

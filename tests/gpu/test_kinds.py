@@ -132,7 +132,7 @@ def test_a_record_follows_the_stream(first):
         for _ in range(20):
             slow = slow @ slow * 1e-3
         for x, y in zip(late, (*inputs, grad_out), strict=True):
-            x.copy_(y)  # what a launch on another stream would not wait for
+            x.copy_(y)  # a launch on another stream would not wait for it
         found = with_gradients(call, late[:3], late[3])
     torch.cuda.synchronize()
     assert_equal(found, wanted)

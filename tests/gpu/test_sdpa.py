@@ -134,7 +134,7 @@ def test_masks_of_any_shape(name, kind):
         mask = numbers.masked_fill(numbers < 0, torch.finfo(BF16).min)
         mask[..., -1, :] = torch.finfo(BF16).min
     with sdpa.active(), sdpa_kernel(BACKENDS["efficient"]):
-        actual = [results(inputs, mask) for _ in range(2)][1]  # by prepared launches
+        actual = [results(inputs, mask) for _ in range(2)][1]  # the second call uses prepared launches
     both_served("efficient")
     whole = mask if mask.dim() == 4 else mask[None, None]
     check_results(actual, inputs, whole)

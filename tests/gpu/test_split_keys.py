@@ -179,7 +179,7 @@ def test_calls(name, split, arch):
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("queries", [(4,) * 4, (33, 1, 0, 70)], ids=str)
 def test_trees_of_draft_tokens(queries, page, split, arch):
-    """Across key blocks, in words of bits, with fewer keys than queries; the last sequence has a leftpad."""
+    """Tree masks across key blocks and words of bits, with fewer keys than queries; the last sequence has a leftpad."""
     call = Call((64, 3, 900, 2100), queries, leftpad=(0, 0, 0, 2050))
     bits = torch.randint(-(2**31), 2**31, (sum(queries), 3), device="cuda").int()
     options = {"tree_mask": bits, "kernel": arch, **split}

@@ -36,7 +36,7 @@ def installed(folder: Path) -> None:
 
     for name in [n for n in sys.modules if n.partition(".")[0] in OURS]:
         del sys.modules[name]
-    ours.find_spec = lambda name: None  # a part of FlashAttention, such as flash_attn.cute, may be installed
+    ours.find_spec = lambda name: None  # perhaps only a subpackage is installed, such as flash_attn.cute
     ours.install()
 
 

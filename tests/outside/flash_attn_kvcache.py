@@ -256,7 +256,7 @@ def _fa4_varlen(
 def _fa4_forward(
     q: Tensor, k: Tensor, v: Tensor, *args: Any, return_lse: bool = False, **options: Any
 ) -> tuple[Any, ...]:
-    """``_flash_attn_fwd``: out, lse and two that only other functions of FlashAttention-4 read."""
+    """``_flash_attn_fwd``: out, lse and two results that only other functions of FlashAttention-4 read."""
     if args:
         pytest.skip("positional arguments of an internal function")
     window = (options.pop("window_size_left", None), options.pop("window_size_right", None))
