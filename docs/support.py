@@ -150,7 +150,7 @@ def target_table() -> str:
 
 def generated() -> str:
     """All tables, each with an introduction."""
-    parts = [main_table(), "The kernels that are launched beside these:", helper_table(), target_table()]
+    parts = [main_table(), "The kernels that are launched along with these:", helper_table(), target_table()]
     return "\n\n".join([BEGIN, *parts, END])
 
 
