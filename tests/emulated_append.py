@@ -49,6 +49,6 @@ def launched(kernel: AppendKv, target: str):
 
 
 def patch(monkeypatch) -> None:
-    """Launches on CUDA take CPU tensors, in fp16, and run the append kernel on the CPU."""
+    """CUDA launches accept CPU tensors, in fp16, and run the append kernel on the CPU."""
     machine.device(monkeypatch)
     machine.kernels(monkeypatch, launched)

@@ -95,7 +95,7 @@ def combine_stream_k(kernel, given):
 
 
 def patch(monkeypatch, gpu: bool = False) -> list:
-    """Launches on CUDA take CPU tensors; returns the kvcache kernels that were chosen. gpu: they go by records too."""
+    """CUDA launches accept CPU tensors; returns the chosen kvcache kernels. gpu: calls use records too."""
     chosen = []
 
     def launched(kernel, target):

@@ -125,7 +125,7 @@ def kernels(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run], prep
 
 
 def poison(patch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN, or -1 where numbers are whole."""
+    """Fill new memory with NaN, or with -1 for integers."""
 
     def poisoned(like: torch.Tensor, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         filling = math.nan if dtype.is_floating_point else -1

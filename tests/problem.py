@@ -100,7 +100,7 @@ class Case:
 
     @property
     def seen_by_window(self) -> int:
-        """The most keys that a query sees where a window bounds them, 0 where none does."""
+        """Maximum number of keys that a query sees through a window, 0 without a window."""
         left, right = self.window[0], 0 if self.causal else self.window[1]
         return 0 if left is None or right is None else left + right + 1
 

@@ -76,7 +76,7 @@ def calls():
 
 
 def on_a_gpu(*shape, dtype=BF16):
-    """A contiguous tensor that says so, without memory."""
+    """A contiguous tensor that claims to be on a GPU, without memory."""
     strides = torch.empty(shape, device="meta").stride()
     return slot(shape, strides, dtype, torch.device("cuda", 0)).tensor
 

@@ -576,7 +576,7 @@ def test_variants(torch_kernels, monkeypatch):
 
 
 def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
-    """A varlen sequence has at most all rows, whatever max_seqlen says."""
+    """A varlen sequence has at most all rows, even if max_seqlen is larger."""
     call, outer = prepared(CASES["varlen"])
     rows = call.q.shape[0], call.k.shape[0]
     for deterministic in (False, True):
@@ -600,7 +600,7 @@ def test_no_sequences_have_gradients_of_zeros(torch_kernels):
 
 
 def many(sequences, rows_q, rows_k=1, heads=4, heads_kv=4):
-    """A varlen call of expanded tensors, which take no memory; each sequence may have all rows."""
+    """A varlen call of expanded tensors, which need no memory; each sequence may have all rows."""
     row, cu_seqlens = torch.zeros(8, dtype=BF16), torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
     call = the_call(VARLEN.build("cpu"))
     tensors = {"q": row.expand(rows_q, heads, 8)} | dict.fromkeys("kv", row.expand(rows_k, heads_kv, 8))

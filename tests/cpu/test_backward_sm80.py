@@ -345,7 +345,7 @@ def write_rows(kernel: Constexpr, out: cute.Tensor):
                 out[thread, i, m] = coords[i, m, 0][0]
 
 
-def test_pieces_of_one_term_are_whole_modes_of_dq():
+def test_sub_tiles_of_one_term_are_whole_modes_of_dq():
     """Each sub-tile then has one scale factor."""
     kernel = kernel_of("d64-one-term-in-regs")
     tile = kernel.tile

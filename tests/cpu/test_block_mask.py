@@ -44,7 +44,7 @@ def blocks_of(*rows):
 
 
 def full_blocks(mask_mod):
-    """A BlockMask whose full blocks hide nothing, whatever its function says: of each row the last, none partial."""
+    """A BlockMask with one full block per row, the last one, and no partial ones: its function hides nothing."""
     none = torch.zeros(1, 1, 3, dtype=torch.int32)
     indices = torch.arange(3).expand(1, 1, 3, 3).int().contiguous()
     last = indices.flip(-1).contiguous()
@@ -264,7 +264,7 @@ def test_kernels_visit_listed_blocks(case, tiling, are_packed):
     ],
 )
 def test_backward_kernels_visit_listed_blocks(case, tiling, are_packed):
-    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
+    """Two heads share a kv head: a key block is visited with every query block that either head lists."""
     name, tensors, lengths, problem, each = emulated(case, are_packed, nheads_kv=1)
     made = TRANSPOSED[tiling].of(f"{name}-varlen" if are_packed else name, op="backward")
     assert made.epilogues.visits_lists

@@ -1,4 +1,4 @@
-"""Bundles of compiled kernels: made here, and read where there is no compiler."""
+"""Bundles of compiled kernels: made here, and read without a compiler."""
 
 import json
 import lzma
@@ -60,7 +60,7 @@ def unseen(monkeypatch):
 
 @pytest.fixture
 def copy(made, tmp_path):
-    """A copy of it, to be damaged."""
+    """A copy of the bundle, for tests that damage it."""
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 

@@ -108,7 +108,7 @@ def test_what_belongs_to_another_user_is_neither_read_nor_written(store, monkeyp
 
 
 def test_an_entry_under_another_key_is_a_miss(store):
-    """Who may rename a folder above the cache could give this user's own files other names."""
+    """Someone who may rename a folder above the cache could swap the names of this user's files."""
     os.link(store.root / "kernels" / "key", store.root / "kernels" / "other")
     os.symlink("key", store.root / "kernels" / "third")
     assert store.get("key") == entry() and store.get("other") is None and store.get("third") is None

@@ -335,7 +335,7 @@ LACKING = [
 
 
 @pytest.mark.parametrize(("lacking", "command", "status", "said"), LACKING, ids=[row[1] for row in LACKING])
-def test_commands_do_without_what_only_others_need(lacking, command, status, said):
+def test_commands_need_no_packages_of_other_commands(lacking, command, status, said):
     """A command that needs the package names it in one sentence; an error in a loaded file also has its location."""
     done = processes.alone("-c", f"{lacking}\nfrom cute_attn.__main__ import main\nmain()", *command.split())
     assert done.returncode == status and "Traceback" not in done.stdout

@@ -330,7 +330,7 @@ def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path,
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")  # for example about a pipe left open
 def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
-    """Found on disk, built, refused, and one whose building ends the process, after which another takes its place."""
+    """One is found on disk, one built, one refused, and one ends its process, which another process replaces."""
     monkeypatch.syspath_prepend(tmp_path)
     call = "    def __call__(self, x: \"__import__('os')._exit(3)\", stream): ..."
     source = NAMED_AS_ANOTHER.replace("    pass", call).replace('"test"', '"deadly"')
@@ -355,7 +355,7 @@ def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
 
 
 def test_closing_the_iterator_stops_the_processes(fresh_cache, monkeypatch):
-    """The second build goes on until its process is stopped, and none is begun after it."""
+    """The second build runs until its process is stopped, and no build starts after it."""
     asked, stopped = [], threading.Event()
 
     def ask(message):

@@ -35,7 +35,7 @@ def streams(monkeypatch):
 
 def test_another_thread_may_take_the_last_counters(streams, monkeypatch):
     class Taken(list):
-        """Another thread takes the last one between a look and a step."""
+        """Another thread removes the last element between a check and the next step."""
 
         def __bool__(self):
             found = len(self) > 0

@@ -51,7 +51,7 @@ def marked(defaults: list[Default]) -> list:
 
 
 def kinds(default: Default) -> set[Hashable]:
-    """An operation on a generation; and on one of them, each dtype, size of head dim and feature of its loop."""
+    """Op and generation of a kernel; for each op also every dtype, range of head dims and feature of its loop."""
     traits = default.traits
     found: set[Hashable] = {(traits.op, traits.arch if traits.op in LOOPS else ""), (traits.op, traits.dtype)}
     if traits.op not in LOOPS:
@@ -69,7 +69,7 @@ def to_disassemble() -> list[Default]:
 
 
 def what_shapes_machine_code(default: Default) -> set[Hashable]:
-    """ptxas turns the same PTX into the same instructions whatever the head dim; a tile shapes the steady step."""
+    """ptxas makes the same instructions from the same PTX at every head dim; a tile shapes the steady step."""
     traits = default.traits
     kind = (traits.op, "" if traits.op in OTHERS else traits.arch)  # OTHERS are the same on both generations
     if not has_one_step(default):

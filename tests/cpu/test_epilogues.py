@@ -324,7 +324,7 @@ def test_bias_is_not_read_beyond_its_end(dtype):
     ],
 )
 def test_dropout_draws_pytorchs_masks(kind, name):
-    """Bit for bit, whatever the tiling, with numbers of scores that are aligned to Philox calls and that are not."""
+    """Masks are equal bit for bit in all tilings, for score numbers aligned to Philox calls and unaligned ones."""
     tiling = TILINGS[name].of(kind)
     for seqlen_q, seqlen_k, dropout_p, rng_state in [
         (70, 200, 0.1, (2**40 + 12345, 8)),
@@ -351,7 +351,7 @@ def test_flash_dropout_keeps_all_bytes_up_to_its_threshold():
 
 
 def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
-    """No p of PyTorch's gives a word that occurs here; so the threshold is set to one."""
+    """No p that PyTorch accepts has a threshold that occurs here, so the test sets the threshold to a word."""
     tiling = TILINGS[SMALL].of("dropout_mem_efficient")
     problem = Scores.random(1, 1, 8, 64, dropout_p=0.5, rng_state=torch.tensor([3, 0]))
     zero = torch.zeros(128, dtype=torch.int64)
@@ -394,7 +394,7 @@ def test_softmax_over_many_blocks(name, threshold):
 
 
 def test_rows_that_see_nothing():
-    """More queries than keys under a causal mask: the first rows are empty, whole blocks of them and part of one."""
+    """With more queries than keys under a causal mask, the first rows are empty: whole blocks, and some rows more."""
     for features in ("causal", "window"):
         problem = Scores.random(1, 1, 200, 60, window_left=3, window_right=0)
         got = compare(TILINGS[SMALL].of(features), problem)

@@ -36,7 +36,7 @@ def seed():
 
 @register_epilogue("bent")
 class Bent(Epilogue):
-    """score + gain[head] * score / (1 + score^2) / (1 + query): its derivative needs the score that it was given."""
+    """score + gain[head] * score / (1 + score^2) / (1 + query): its derivative needs its input."""
 
     def fake_args(self):
         return (make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,)),)
@@ -273,8 +273,8 @@ def check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state, **how):
     assert abs(float(keep.double().mean()) - (1 - dropout_p)) < 0.03
 
 
-def test_dropout_refuses_parts_of_blocks():
-    """24 queries, where the masks of flash go by 16."""
+def test_dropout_refuses_tiles_that_cut_its_blocks():
+    """Tiles have 24 queries, while flash's masks are made for 16 at a time."""
     tiling = TRANSPOSED["wgmma1-80x64-transposed"]
     tiling = replace(tiling, tile=replace(tiling.tile, tile_m=24))
     problem = Scores.random(1, 1, 24, 64, dropout_p=0.5, rng_state=torch.tensor([1, 0]))
@@ -306,7 +306,7 @@ def gradient_like(bias, dtype, pad=(1, 1), offset=0):
     ],
 )
 def test_bias_gradient(name, dtype):
-    """Written where the bias is full, added up in fp32 where it is broadcast; any strides and alignment."""
+    """It is written if the bias is full, and added up in fp32 if it is broadcast; any strides and alignment."""
     dtype_of = DTYPES[dtype]
     for seqlen_q, seqlen_k in [(64, 128), (70, 83), (1, 1), (33, 2)]:
         for broadcast in [(), (0,), (1,), (2,), (0, 1, 2)]:

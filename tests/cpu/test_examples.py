@@ -41,7 +41,7 @@ def test_what_an_example_needs_is_one_sentence(name):
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
-def test_a_learned_bias_is_learned_alike():
+def test_a_learned_bias_is_learned_like_a_dense_one():
     """On the CPU, losses equal the ones with a dense bias; only the table's gradient makes the model find the token."""
     example = load("learned_bias")
     runs = [example.train(f, "cpu", 6, 40) for f in (example.dense, cute_attn.flex.flex_attention)]

@@ -96,7 +96,7 @@ FUNCTIONS = [(varlen, packed) for varlen in (False, True) for packed in ("", "kv
 
 
 def leaves(varlen, packed, dim=16):
-    """Inputs that require gradients, as the function takes them."""
+    """Inputs that require gradients, in the function's layout."""
     rows, rows_kv = ((16,), (20,)) if varlen else ((BATCH, 7), (BATCH, 9))
     q = randn(*rows, 4, dim, seed=1).requires_grad_()
     if packed == "qkv":

@@ -349,7 +349,7 @@ def test_a_forward_and_its_backward(varlen, dim, dropout_p):
 
 
 def test_parts_of_the_keys_are_merged_as_ring_attention_does():
-    """A backward for some of the keys, with out and lse of all, gives their share of the gradients."""
+    """A backward for some of the keys, with out and lse of all keys, returns what these keys add to the gradients."""
     q, k, v = inputs(False, 16)
     masks = (False, -1, -1, 0.0, None)
     grad = randn(*q.shape, seed=5)

@@ -29,7 +29,7 @@ DOCUMENT = torch.randint(0, 3, (BATCH, SEQLEN_K), generator=GENERATOR).sort().va
 
 @pytest.fixture(autouse=True)
 def eagerly(monkeypatch):
-    """PyTorch's function runs its definition as it is, without a compiler."""
+    """PyTorch's function runs its definition eagerly, without a compiler."""
     monkeypatch.setattr(pytorch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
@@ -356,8 +356,8 @@ def test_what_is_not_served_is_pytorchs_and_warns_once(on_cpu, monkeypatch):
     assert served() == {"score_mod": 2, "key": 1}
 
 
-def test_what_is_watched_in_compiled_code_is_compiled(on_cpu, monkeypatch):
-    """PyTorch's function by itself would hold all scores."""
+def test_watched_calls_in_compiled_code_are_compiled(on_cpu, monkeypatch):
+    """Without a compiler, PyTorch's function would hold all scores."""
     calls = []
     monkeypatch.setattr(doors, "watcher", lambda *_: None)
     monkeypatch.setattr(doors, "_warned", {overrides.NAME})

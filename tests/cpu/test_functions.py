@@ -358,7 +358,7 @@ GRID[h].clone()[:, None][d][0]
 
 
 @pytest.mark.parametrize("read", re.split(r"; |\n", TABLE_READS.strip()))
-def test_each_way_to_read_a_table_has_its_gradient(read):
+def test_every_read_of_a_table_has_a_gradient(read):
     """The gradients equal the ones of GRID[h, d], where a negative distance d counts from the end."""
     q, k, v = (x.detach() for x in inputs(20, 30, 3, 3))
     function = eval(f"lambda s, b, h, i, j: (lambda d: s * (1 + {read}))(i - j)", globals())
@@ -405,7 +405,7 @@ def unlearned(table):
     "made",
     [unlearned, Passing.apply, lambda table: Passing.apply(table).T.T, lambda table: table.detach()[:, 1:]],
 )
-def test_views_without_their_own_gradient_are_made_in_each_call(made):
+def test_views_with_another_gradient_are_made_in_each_call(made):
     """The first table requires no gradient, so that the trace cannot see how the function uses it."""
     q, k, v = (x.detach() for x in inputs(20, 25, 3, 3))
     for learnt in (False, True):

@@ -407,7 +407,7 @@ PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k8\S*\s*" + r",\s*".join([r"\{([
 
 @pytest.mark.parametrize("precision", ["", "-tf32"])
 def test_products_take_each_register_of_an_operand_once(precision):
-    """cute.gemm takes registers in their order in memory: of a fragment with other strides, some twice."""
+    """cute.gemm visits registers in memory order, which would repeat some of a fragment with other strides."""
     compiled = compile(Traits.parse(f"forward-sm80-fp32-d32{precision}"), SMALL, "sm90")
     products = PRODUCT.findall(compiled.ptx)
     assert len(products) >= 20

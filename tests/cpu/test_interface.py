@@ -333,7 +333,7 @@ def test_returned_values():
 
 
 def test_the_rng_state_comes_from_torchs_generator():
-    """Unless it is given, or nothing is dropped."""
+    """This holds unless the state is given, or nothing is dropped."""
     good, state = dense(dropout_p=0.5), draw_rng_state("cpu")
     torch.manual_seed(1)
     first, second = attention(**good), attention(**good)

@@ -187,7 +187,7 @@ def test_of_vmap():
 
 
 @pytest.mark.parametrize("functional", [True, False])
-def test_gradients_of_what_has_a_tangent(functional):
+def test_gradients_of_tensors_with_tangents(functional):
     """The loss depends on out and LSE and on their tangents, as in MeanFlow."""
     given, dots = tensors(), tensors(seed=10)
     weights = [randn(2, 5, 4, 4, seed=40), randn(2, 4, 5, seed=41)]
@@ -366,7 +366,7 @@ def by_definition(given, traits):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that calls launch, each computed by the definition from the very arguments that it would get."""
+    """The kernels that calls launch; the definition computes each from its launch's arguments."""
     found = []
 
     def build(kernel, target):

@@ -89,7 +89,7 @@ def test_out_is_written():
 
 
 def test_a_window_that_hides_nothing_still_moves_the_angle():
-    """Positions follow from the arguments as given: a window of any width gives each query its own."""
+    """Positions follow from the arguments as given: a window of any width gives each query a different position."""
     wide = run(Problem(CASES["rotary-wide-window"]))[0]
     case = dataclasses.replace(CASES["rotary-wide-window"], mask="", window=(UNBOUNDED, UNBOUNDED))
     none = run(Problem(case))[0]
@@ -226,7 +226,7 @@ def test_splits_equal_the_definition(split, packed, cuda_on_cpu):
 
 
 def test_boxes_of_pages(cuda_on_cpu):
-    """Pages of other numbers of rows take the Ampere kernel."""
+    """Pages with other numbers of rows use the Ampere kernel."""
     for page, box in ((16, 16), (64, 64), (256, 64), (48, 16), (8, 8), (1, None), (12, None)):
         check_case(Case((150, 290), page=page, capacity=page * -(-300 // page), dims=(128, 128)))
         assert getattr(cuda_on_cpu[-1].tile, "page_rows", None) == box

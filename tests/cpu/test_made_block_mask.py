@@ -89,7 +89,7 @@ def kinds_of_elements(mask_mod, batch, nheads, lengths, block_size):
 
 
 SIZES = (((200, 250), (16, 32)), ((97, 384), (32, 64)), ((384, 13), (64, 16)))
-"""Lengths and blocks; masks take turns."""
+"""Lengths and block sizes; masks alternate between them."""
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_device_code_lists_blocks_in_order(shape):
 )
 @pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2), (3, 1)])
 def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_size):
-    """heads: of the table; one stands for four."""
+    """heads: the table's heads; one of them stands for four."""
     sizes = (2, lengths[0], max(heads, 4) if heads == 1 else heads, lengths[1], heads_kv)
     rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
     chances = torch.rand(2, heads, rows, columns, generator=generator)

@@ -169,7 +169,7 @@ def test_strides_of_any_order():
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 def test_rows_are_loaded_several_at_a_time(arch):
-    """16 bytes a load, as many as the tile says, and none behind a branch."""
+    """Loads have 16 bytes; the tile's number of them is issued together, none behind a branch."""
     compiled = compile(f"combine-{arch}-bf16-d128", "unroll=8")
     lines = [line for line in compiled.sass.splitlines() if "LDG" in line and ".128" in line]
     assert len(lines) == 8 and not any("@" in line for line in lines)

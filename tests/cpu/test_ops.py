@@ -37,7 +37,7 @@ def inputs(dtype=torch.float32, requires_grad=False):
 
 
 def call(q, k, v, **changes) -> Call:
-    """A call of the operator with everything it does not say switched off."""
+    """A call of the operator with all unnamed features switched off."""
     plain = Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=0.25)
     return plain._replace(**changes)
 
@@ -403,7 +403,7 @@ def test_only_rows_that_start_anywhere_are_copied(recorder):
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
 def test_a_given_output_that_starts_anywhere(recorder, monkeypatch, scale):
-    """Written by the padding's inverse where q is padded, whatever copy of q has the scale's sign."""
+    """The padding's inverse writes it if q is padded, even if kernels get a copy of q times the scale's sign."""
     q, k, v = kernel_inputs()
     q = torch.empty(q.numel() + 1, dtype=BF16)[1:].view(q.shape).copy_(q)
     out = q.new_empty(2 * 9 * 4 * 8 + 1)[1:].view(2, 9, 4, 8)
@@ -415,7 +415,7 @@ def test_a_given_output_that_starts_anywhere(recorder, monkeypatch, scale):
 
 @pytest.mark.parametrize("given", [False, True])
 def test_rows_of_packed_queries_without_an_owner(recorder, monkeypatch, given):
-    """Padded outputs leave them as they are in a given output; in a new one they are 0 where others may be, too."""
+    """A padded output leaves these rows unchanged in a given output, and sets them to 0 in a new one."""
     monkeypatch.setattr(recorder, "launched", Writes())
     q, k, v = (randn(12, 4, 43, dtype=BF16) for _ in range(3))
     cu_q, used = torch.tensor([2, 5, 9], dtype=torch.int32), torch.tensor([1, 4], dtype=torch.int32)
@@ -448,7 +448,7 @@ def all_tensors():
 @pytest.mark.parametrize("which", [*all_tensors(), "epilogue"])
 @pytest.mark.parametrize("name", LAZY)
 def test_no_kernel_gets_a_lazy_view(scale_keys, recorder, name, which):
-    """But a tensor of its values, also where a call of that metadata is known."""
+    """It gets a tensor of the view's values, also if a call with this metadata is known."""
     given, values = all_tensors() | {"dropout_p": 0.5}, randn(9, 11)
     if which == "epilogue":
         given["epilogues"] = {"scale_keys": (values, 0.5)}
@@ -597,7 +597,7 @@ def test_a_grid_ends_where_32_bits_do(recorder):
 
 
 def many(sequences, heads):
-    """A varlen call of expanded tensors, which take no memory."""
+    """A varlen call of expanded tensors, which need no memory."""
     x = torch.zeros(16, dtype=BF16).expand(8, heads, 16)
     starts = torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
     changes = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
@@ -605,7 +605,7 @@ def many(sequences, heads):
 
 
 def blocks(sequences, heads):
-    """The Hopper forward has blocks for all rows, whatever max_seqlen says."""
+    """The Hopper forward has enough blocks for all rows, even if max_seqlen is larger."""
     one = many(sequences, heads)
     checks.check_query_blocks(one, registry.lookup(one.traits("sm90"), "tile_m=64", "sm90"))
 

@@ -111,7 +111,7 @@ WRONG_LINES = [n for n, line in enumerate(USERS_FILE.splitlines(), 1) if "# wron
 
 @pytest.mark.doors("basedpyright")
 def test_an_editor_knows_what_a_users_call_returns(tmp_path):
-    """Editors ask pyright, or this one that is made of it."""
+    """Editors use pyright, or basedpyright, which is derived from it."""
     (tmp_path / "users.py").write_text(USERS_FILE)
     options = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)], "include": ["users.py"]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))

@@ -97,7 +97,7 @@ def copy_rows(
 
 
 def copied(op, dtype, shape, kind, first=0, cu_seqlens=None):
-    """(source, target) in memory's order, and where the call's and the padded elements lie in them."""
+    """(source, target) in memory order, and the positions in them of the call's elements and of the padded ones."""
     bits = {2: np.uint16, 4: np.uint32}[CUTE_DTYPES[dtype].width // 8]
     traits = Traits(op, "sm80", dtype, shape[-1], varlen=len(shape) == 3)
     kernel = PadRows(traits, TILE)

@@ -49,7 +49,7 @@ def guarded(call, key=KEY):
 
 
 def learn(call, number, key=KEY):
-    """Record a call that writes a number, as one that comes for the second time."""
+    """Record a call that writes a number, as if it came for the second time."""
 
     def run():
         out = record.empty(call[0], (1,), (1,), torch.float32)
@@ -168,7 +168,7 @@ def test_a_plan_is_made_once():
 
 
 def test_a_call_within_a_recorded_one_is_part_of_it():
-    """It is neither looked up nor recorded by itself."""
+    """A nested call is neither looked up nor recorded separately."""
     inner, outer = tensors(), tensors(7)
 
     def call():
@@ -183,7 +183,7 @@ def test_a_call_within_a_recorded_one_is_part_of_it():
 
 
 def test_what_functions_read_is_compared():
-    """A function made anew with equal values is known, one with another value or code is not; tensors may differ."""
+    """A new function with equal values is known; with another value or other code it is not. Tensors may differ."""
 
     def made(number, table):
         return lambda score, b, h, i, j: score * number + table[j]
@@ -317,7 +317,7 @@ def test_a_function_of_one_tensor_is_recorded_once(launches, recordings):
 
 
 def test_a_record_finds_the_views_of_other_tables(monkeypatch, recordings):
-    """Kernels get the memory of a view that a function makes of a table, wherever that table lies."""
+    """Kernels get the memory of a function's view of a table, wherever that table is in memory."""
     read = []
 
     def launched(kernel, target):

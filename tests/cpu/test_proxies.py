@@ -18,7 +18,7 @@ def code_of(name: str) -> Code:
 
 
 def without_fences(code: Code) -> Code:
-    """The code as it is without its proxy fences."""
+    """The same code without its proxy fences."""
 
     def changed(i: Instruction) -> Instruction:
         return replace(i, opcode="NOP", modifiers=()) if i.name.startswith("FENCE.VIEW.ASYNC") else i

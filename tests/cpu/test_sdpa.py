@@ -78,7 +78,7 @@ def sampled(count, seed=0):
 
 
 def in_order(shape, order, dtype):
-    """A meta tensor whose dimensions lie in memory in that order."""
+    """A meta tensor whose dimensions have that order in memory."""
     stored = torch.empty([shape[i] for i in order], dtype=dtype, device="meta")
     return stored.permute([order.index(i) for i in range(4)])
 
@@ -729,8 +729,8 @@ def test_wrong_options_and_questions(call, sentence, with_a_gpu):
     assert not serving()
 
 
-def test_an_operator_below_pytorchs_own_is_pytorchs():
-    """PyTorch's flash operator calls another one; where it falls through, so does that one, uncounted."""
+def test_an_operator_that_pytorchs_operator_calls_is_pytorchs():
+    """PyTorch's flash operator calls another one. If it falls through, so does the other one, uncounted."""
     calls: list[str] = []
 
     class Kernel:

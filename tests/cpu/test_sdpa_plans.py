@@ -265,7 +265,7 @@ def override(function):
 
 
 def serve(function, *arguments):
-    """An operator's outputs as its override gives them, from a record where its call comes for the third time."""
+    """Outputs of an operator's override, for its third call, which follows a record."""
     return override(function)._served(OPTIONS, arguments, {})
 
 
@@ -379,7 +379,7 @@ def test_divided_heads_are_added_up_in_a_record(monkeypatch):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
-def test_gradients_are_packed_where_inputs_are_and_it_may_be(order, monkeypatch):
+def test_gradients_are_packed_if_inputs_are(order, monkeypatch):
     """This holds for functions. Outputs of the operator share no memory. Addresses may change from call to call."""
 
     def inputs(adjacent):

@@ -64,7 +64,7 @@ class Function:
         return self.run(None, *tensors, **options)
 
     def check(self, q, k, v, **options):
-        """A call's result is PyTorch's of doubles; whether it came to the function."""
+        """Check a call's result against PyTorch's in float64; returns whether the call reached PyTorch's function."""
         before = self.calls
         found = self(q, k, v, **options)
         wanted = pytorchs(q.double(), k.double(), v.double(), **options)

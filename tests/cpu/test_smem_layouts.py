@@ -42,7 +42,7 @@ TWICE = strided(lambda r, c, s: 2 * c, *ONE, lambda r, c, s: 2 * r * c)
 
 
 class RoomElsewhere(ForwardSm80Tile):
-    """More shared memory in all, and none of it where rows are padded."""
+    """A tile with more shared memory in total, but none where rows are padded."""
 
     def smem_bytes(self, traits):
         return super().smem_bytes(traits) + 32768
@@ -226,7 +226,7 @@ def amperes(rows, cols, stages):
 
 
 def long_rows(*shape):
-    """Rows of 256 bytes with a swizzle of 128: eight rows of an atom lie apart."""
+    """Rows of 256 bytes with a swizzle of 128 bytes, in which an atom's eight rows are not adjacent."""
     return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, PLAIN_ROWS(*shape))
 
 

@@ -1,4 +1,4 @@
-"""How the backward's work is divided among CTAs: among query heads, and among key blocks where it is deterministic."""
+"""How the backward's work is divided among CTAs: among query heads, and in the deterministic mode among key blocks."""
 
 import json
 import math
@@ -145,7 +145,7 @@ def test_deterministic_calls_have_fewer_work_tiles_to_fill_the_gpu_with():
 
 
 def test_heads_in_order_are_all_split_under_a_mask_unless_the_sums_cost_more():
-    """Few queries that see a window of many keys have little else to do than the sums."""
+    """Few queries that see a window of many keys have little work other than the sums."""
 
     def in_order(params):
         return head_splits(params, TILE, 132, 50 << 20, in_order=True)

@@ -66,7 +66,7 @@ def test_sequences_of_one_length_leave_nothing_to_merge(batch, ctas, used):
     ("kind", "keys", "used"), [("none", 6400, 108), ("causal", 6400, 108), ("causal", 600, 132)]
 )
 def test_query_blocks_that_see_nearly_the_same_keys_read_them_in_step(kind, keys, used):
-    """Nine of them, of three heads: four ranges of each, 108 of 132 CTAs."""
+    """There are nine such query blocks, of three heads: four ranges of each, on 108 of 132 CTAs."""
     line = Line(kind, 1, [(144, keys)], 3, 132)
     line.check()
     assert line.used == used

@@ -375,7 +375,7 @@ def test_functions_of_scores_speculate():
     assert not tile(64, distant)[2] and tile(128, distant) == (128, 128, False)
 
 
-def test_bounds_beside_a_list_of_blocks_leave_64_keys(monkeypatch):
+def test_bounds_and_a_list_of_blocks_leave_64_keys(monkeypatch):
     """With more keys, registers do not suffice. The list's blocks are multiples of 64 keys, not of 80 or 96."""
     monkeypatch.setattr(forward_lengths, "lists_blocks", lambda epilogues: True)
 

@@ -382,7 +382,7 @@ def test_operations_that_are_not_traced(whole):
         (64, {"deterministic": True}, "asked for with deterministic=True; accepted: False"),
     ],
 )
-def test_what_no_kernel_supports_is_known_while_a_graph_is_made(head_dim, changes, reason):
+def test_unsupported_calls_are_known_while_a_graph_is_made(head_dim, changes, reason):
     """For tensors on a GPU, PyTorch's function then stays in the graph."""
     with FakeTensorMode():
         q = torch.empty(1, 256, NHEADS, head_dim, device="cuda", dtype=torch.bfloat16)

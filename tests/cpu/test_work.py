@@ -536,7 +536,7 @@ def backward_costs(problem, window, tiles, tile_m, tile_n, splits):
     ],
 )
 def test_sections_cost_little_under_a_causal_mask(nheads, seqlen):
-    """Beside one list of all work tiles, longest first, whatever that would do to L2."""
+    """Compared with a single list of all work tiles, longest first, without regard to L2."""
     problem, causal = Problem((seqlen,), (seqlen,), nheads, nheads), Window(None, 0)
     tiles = query_tiles(problem, 128, longest_first=True)[1]
     splits = seqlen // 128  # a work tile for each key block
@@ -606,7 +606,7 @@ def test_no_cta_of_the_ampere_forward_waits_long_for_the_last(shape, tile, multi
         *((1, 40, 2048), (2, 16, 6000), (1, 16, 4096)),
     ],
 )
-def test_a_grid_by_sections_costs_little_under_a_causal_mask(batch, nheads, seqlen, group):
+def test_a_grid_of_sections_costs_little_under_a_causal_mask(batch, nheads, seqlen, group):
     """Two CTAs per multiprocessor of an H200, rows of K and V in two fp16 terms of 128; compared with the best list."""
     lengths = (seqlen,) * batch
     problem, causal = Problem(lengths, lengths, nheads, nheads // group), Window(None, 0)

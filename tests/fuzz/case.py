@@ -92,7 +92,7 @@ class Case:
 
 
 def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = DRAWN) -> Case:
-    """A random case of one of the doors, with the features that it takes."""
+    """A random case of one of the doors, with features that the door supports."""
     pick, door = choices.of, choices.of(tuple(doors))
     takes = doors[door].takes
     own: dict[str, Any] = {"door": door, "dtype": pick(doors[door].dtypes), "batch": pick((2, 1, 3, 0, 2, 2))}
@@ -278,7 +278,7 @@ class Functions:
         return made
 
     def change(self) -> None:
-        """Give the case's ``change`` another value: in place, or another object in its place."""
+        """Change the value named by the case's ``change``: in place, or by another object."""
         name, case = self.case.change, self.case
         old = self.values[name]
         generator = torch.Generator().manual_seed(case.seed + 1)
@@ -348,7 +348,7 @@ def _otherwise(x: Tensor, how: int) -> Tensor:
 
 
 def _defined(scope: dict[str, Any], kind: str, body: str, form: str, values: dict[str, Any]) -> Any:
-    """The function of a body, with the values that it names in the place that ``form`` says."""
+    """The function of a body, with its captured values in the place that ``form`` names."""
     names = [name for name in values if re.search(rf"\b{name}\b", body)]
     own, arguments = {name: values[name] for name in names}, SIGNATURES[kind]
     inner = "\n".join(f"    {line}" for line in body.split("\n"))

@@ -1,4 +1,4 @@
-"""The doors: how a case becomes a call of each, and which of its features each takes. A new door is a new row."""
+"""The doors: how a case becomes a call of each, and which features each supports. A new door is a new row."""
 
 import contextlib
 import functools

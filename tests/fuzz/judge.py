@@ -220,7 +220,7 @@ def _equal(first: Results, second: Results) -> bool:
 
 
 def shrunk(data: bytes, draw: Any, fails: Any, tries: int = 400) -> bytes:
-    """The simplest decisions found for which ``fails(draw(data))``: fewer of them, and smaller ones."""
+    """The simplest decisions found for which ``fails(draw(data))``: fewest, and then smallest."""
     found = list(zip(data[::2], data[1::2], strict=True))
     while found and found[-1] == (0, 0):
         found.pop()

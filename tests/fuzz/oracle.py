@@ -46,7 +46,7 @@ def attend(
 
 
 def modified(scores: Tensor, options: Options, batch: int, shift: int) -> Tensor:
-    """Scores (heads, rows, keys) after all that happens to them before the softmax; -inf where one is hidden."""
+    """Scores (heads, rows, keys) after all modifications before the softmax; hidden ones are -inf."""
     heads, rows, keys = scores.shape
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)

@@ -149,7 +149,7 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 
 class Seen(dict):
-    """Records of calls that have all come once."""
+    """Records that count each call as one that has come before."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get(key, True)

@@ -102,7 +102,7 @@ def tensors_of(setting: Setting, generator: torch.Generator) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting's tensors, what they give by definition, and a peer's error of each result, row by row.
+    """A setting's tensors, their results by definition, and a peer's error of each result, row by row.
 
     Attributes:
         tensors: q, k, v and perhaps the bias.
@@ -137,7 +137,7 @@ def compared(setting: Setting, device: str = "cuda") -> Comparison:
 
 
 def hiding_bias(setting: Setting, generator: torch.Generator) -> Tensor:
-    """-inf except for ``visible`` keys of each row, where it is random."""
+    """A bias that is -inf except for ``visible`` keys of each row, where it is random."""
     case = setting.case
     shape = (case.batch, NHEADS, case.seqlen_q, case.seqlen_k)
     order = torch.rand(shape, device=generator.device, generator=generator).argsort(-1)

@@ -1,4 +1,4 @@
-"""Arguments of the public functions on the GPU: lazy and packed tensors, memory that is written or lies around it."""
+"""Arguments of the public functions on the GPU: lazy and packed tensors, outputs, and memory around tensors."""
 
 import math
 

@@ -110,7 +110,7 @@ DIVIDED = [
 
 
 def divide_heads(monkeypatch, splits: int) -> list:
-    """Let ``splits`` work tiles share the query heads of a kv head; the list gets the call of each plan."""
+    """Divide a kv head's query heads among ``splits`` work tiles; the returned list collects the call of each plan."""
     planned = []
     monkeypatch.setattr(backward, "head_splits", lambda call, *_: planned.append(call) or splits)
     return planned
@@ -143,7 +143,7 @@ ON_HOPPER = pytest.mark.skipif("sm90" not in ARCHS, reason="needs Hopper")
 
 
 def check_tile_with(field: str, case: Case, monkeypatch) -> None:
-    """A case by the Hopper kernel, whose tile has ``field``; three more calls give the same bits."""
+    """Check a case by the Hopper kernel, whose tile has ``field``; three more calls give the same bits."""
     tiles, build = [], backward.compiler.build
     monkeypatch.setattr(
         backward.compiler, "build", lambda kernel, *_: tiles.append(kernel.tile) or build(kernel, *_)

@@ -55,7 +55,7 @@ def has_short_tile(case: Case, arch: str) -> bool:
 
 
 def long_tile(case: Case, arch: str) -> str:
-    """The default tile as text, which sequences of the case's lengths would not be given."""
+    """The default tile of long sequences as text; the case's sequences are too short to get it."""
     kernel = registry.lookup(case.traits(arch))
     by_threads = case.longest[1] % 8 or (case.bias and "q" in case.bias_broadcast)  # not by TMA
     if getattr(kernel.tile, "bias_stages", 0) and by_threads:

@@ -115,7 +115,7 @@ def test_case_in_a_single_term(tf32_case):
 
 @pytest.fixture
 def launch_only(monkeypatch):
-    """Launches one of both kernels, for one test: outputs are NaN where it leaves the call to the other."""
+    """For one test, launch only one of the two kernels; outputs that the other one would compute are NaN."""
     launch_both = split_fp32.launch_forward
 
     def choose(name):

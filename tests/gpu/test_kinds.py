@@ -89,7 +89,7 @@ def test_deterministic_algorithms_with_filled_memory():
 
 
 def test_a_graph_of_a_packed_training_step():
-    """Lengths lie in a tensor of more entries than there are sequences, padded at its end with the last one's end."""
+    """The tensor of lengths has more entries than sequences; the rest repeats the end of the last sequence."""
     rows, most = 700, 6
     inputs, grad_out = [randn(rows, heads, 64) for heads in (4, 2, 2)], randn(rows, 4, 64)
     leaves = [x.requires_grad_() for x in inputs]

@@ -69,7 +69,7 @@ def test_rows_of_the_smallest_number(case: Case, arch: str, op: str) -> None:
 
 @pytest.mark.parametrize("op", ["backward"])
 @pytest.mark.parametrize(("case", "arch"), combinations(CASES[:1]))
-def test_keys_of_rows_that_are_not_hidden(case: Case, arch: str, op: str) -> None:
+def test_large_negative_biases_hide_no_row(case: Case, arch: str, op: str) -> None:
     """Biases of -1e12, which absorbs the scores, or of finfo.min and -inf: results are means, with finite gradients."""
     problem = masked(case)
     bias = problem.inputs.bias

@@ -85,7 +85,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_tensors_of_different_lengths_in_one_launch() -> None:
-    """Keys are fewer than queries, or more; each tensor takes the blocks that it needs."""
+    """Keys are fewer than queries, or more; each tensor uses as many blocks as it needs."""
     for lengths in ((2000, 7), (3, 1500)):
         q, k, v = (torch.randn(2, n, 4, 59, device="cuda").bfloat16() for n in (*lengths, lengths[1]))
         traits = Traits("forward_pad", "sm80", "bf16", 59)

@@ -395,7 +395,7 @@ def test_a_compiled_function_in_cuda_graphs(backend):
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.5}], ids=str)
 @pytest.mark.parametrize("what", EMPTY)
 def test_scaled_dot_product_attention_of_nothing(what, options):
-    """PyTorch's cuDNN attention returns None where there is no sequence."""
+    """PyTorch's cuDNN attention returns None if there is no sequence."""
     sizes = EMPTY[what]
     shapes = [
         (sizes.batch, sizes.nheads, rows, sizes.head_dim) for rows in (sizes.seqlen_q, *[sizes.seqlen_k] * 2)

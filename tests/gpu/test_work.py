@@ -59,7 +59,7 @@ def normal_cases():
 @pytest.mark.parametrize("arch", SPECULATIVE)
 @pytest.mark.parametrize("case", list(normal_cases()), ids=lambda case: case.name)
 def test_nothing_is_replayed_of_normal_inputs(case, arch):
-    """However the diagonal lies in key blocks of 64, 80, 96 or 128."""
+    """This holds wherever the diagonal crosses key blocks of 64, 80, 96 or 128."""
     for more in (0, 1, 63, 64, 127, 128, 191, 255) if case.causal else (0, 1, 64):
         problem = more_keys(case, more).build("cuda", seed=more)
         with Replays() as replays:
@@ -156,7 +156,7 @@ def test_launches_after_a_replay_are_as_those_before(case, arch):
 @pytest.mark.parametrize("arch", SPECULATIVE)
 @pytest.mark.parametrize("case", AGAIN, ids=lambda case: case.name)
 def test_a_graph_replays_work_tiles_too(case, arch):
-    """A graph of two launches, whose inputs change between its replays from such as need it to others and back."""
+    """A graph of two launches, whose inputs change between replays from ones that need a replay to others, and back."""
     plain, problem = case.build("cuda"), rising(case, 60.0)
     expected = [x.run(kernel=arch) for x in (problem, plain)]
     static = replace(problem, tensors=tuple(x.clone() for x in problem.tensors))

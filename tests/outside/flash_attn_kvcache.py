@@ -98,7 +98,7 @@ def _no_metadata(*args: Any, **kwargs: Any) -> None:
 
 
 def _refuse(**arguments: Any) -> None:
-    """Skip the test where an argument that no kernel here takes is given."""
+    """Skip the test if it passes an argument that no kernel of the package supports."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) or value not in (None, False, 0):
             pytest.skip(f"no kernel here takes {name}")
@@ -118,7 +118,7 @@ def _refuse_merging(out_partial: Tensor) -> None:
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
-    """Bounds as numbers, None for none; FlashAttention-4 has negative ones, which no kernel here takes."""
+    """Bounds as numbers, None for none. FlashAttention-4 also has negative ones, which no kernel here supports."""
     left, right = (None if x is None else int(x) for x in window_size)
     return left, 0 if causal else right
 
@@ -172,7 +172,7 @@ def _packed(
 
 
 def _skipping(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which skips the test where it raises that no kernel here computes this."""
+    """``function``, which skips the test if it raises that no kernel here computes the call."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -278,7 +278,7 @@ def _fa4_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows are merged one by one, so that lengths, which say which rows need not be, change nothing.
+    """Rows are merged one by one, so lengths, which only tell which rows to skip, change nothing.
 
     lse_partial and the result's LSE have heads last.
     """

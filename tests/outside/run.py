@@ -242,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run and print; 1 where a test failed."""
+    """Run and print; returns 1 if a test failed."""
     options = parser().parse_args(arguments)
     unknown = [name for name in options.names if name not in SUITES]
     if unknown:
