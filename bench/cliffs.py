@@ -73,7 +73,7 @@ def _comparison(workload: str, rows: dict[str, dict[str, Any]]) -> Comparison:
 
 
 def newest(impls: Iterable[str]) -> str:
-    """This package's newest kernel among them, such as "cute_attn/forward-sm90": a call's default.
+    """The package's newest kernel among them, such as "cute_attn/forward-sm90", which calls use by default.
 
     Raises:
         ValueError: there is none.
@@ -83,7 +83,7 @@ def newest(impls: Iterable[str]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line per workload, worst first: the ratio, the work, all speeds, its model where it has one, and our error."""
+    """A line per workload, worst first: the ratio, the work, all speeds, the model if there is one, and the error."""
     comparisons, found = compare(result), by_workload(result)
     columns: dict[str, list[str]] = {}  # kernels of both ways are in one
     for name in sorted({row["impl"]: None for row in result["rows"]}, key=lambda name: not is_own(name)):

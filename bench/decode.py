@@ -91,13 +91,13 @@ def microseconds(
 def time_row(
     row: Row, names: Sequence[str], milliseconds: float, stage: Callable[[tuple[str, ...]], None]
 ) -> tuple[list[dict[str, Any]], Callable[[], None] | None]:
-    """A line for every implementation, and the last one's replay, which loads the GPU."""
+    """Time every implementation; returns a line for each, and the last one's replay, which keeps the GPU busy."""
     from bench.decode_impls import IMPLEMENTATIONS
     from cute_attn.lab.benchmark.results import first_line, ready, reason
 
     stage(tuple(names))
     inputs = make_inputs(row)
-    ways: dict[str, Callable[[Inputs], Any]] = {}  # by implementation and how it is called
+    ways: dict[str, Callable[[Inputs], Any]] = {}  # by the implementation's name and variant
     errors: dict[str, str] = {}
     for name in names:
         stage((name,))

@@ -95,7 +95,7 @@ def fa3(row: Row, x: Inputs) -> dict[str, Call]:
 
 
 def fa2(row: Row, x: Inputs) -> dict[str, Call]:
-    """FlashAttention-2: its package, or where it is not installed torch's, which divides keys as well."""
+    """FlashAttention-2: its package or, if that is not installed, torch's version, which also divides keys."""
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
@@ -129,7 +129,7 @@ def _fa2_of_torch(row: Row) -> dict[str, Call]:
 
 
 def fa4(row: Row, x: Inputs) -> dict[str, Call]:
-    """FlashAttention-4, whose Hopper kernels do not divide keys; pages as it takes them."""
+    """FlashAttention-4, whose Hopper kernels do not divide keys; pages have the size that it supports."""
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:

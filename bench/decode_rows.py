@@ -120,7 +120,7 @@ class Row:
 
     @property
     def copies(self) -> int:
-        """Caches that calls take in turn, so that none finds its keys in the L2."""
+        """Caches that calls use in turn, so that no call finds its keys in L2."""
         return max(2, min(MOST_COPIES, math.ceil(COLD_BYTES / self.read_bytes)))
 
 

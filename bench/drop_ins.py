@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Training:
-    """A training step of GPT-2's 124M parameters as nanoGPT takes it: bf16 autocast, AdamW.
+    """A training step of GPT-2's 124M parameters, as in nanoGPT: bf16 autocast, AdamW.
 
     Attributes:
         batch: sequences of 1024 tokens.

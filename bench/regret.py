@@ -1,4 +1,4 @@
-"""How good is what the package chooses by itself? Its time over that of the best it could have chosen: the regret.
+"""How good are the package's choices? The regret: the chosen time over the time of the best possible choice.
 
     python -m bench.regret                         24 shapes of every op; writes bench/results/DATE-GPU-regret.json
     python -m bench.regret --op backward --seed 3 --rows 60 -o FILE
@@ -33,7 +33,7 @@ from cute_attn.host.backward_splits import MAX_IN_ORDER, MAX_SPLITS, even_splits
 from cute_attn.lab.benchmark.workload import Workload
 
 LENGTHS = (1, 4, 16, 40, 64, 80, 96, 300, 600, 3000)
-"""Queries and keys, between the bounds at which any chooser takes another tile."""
+"""Queries and keys, one of each range within which no chooser changes its tile."""
 CLOCK_EVERY = 10
 FINALISTS, MOST_CALLS = 3, 30
 """Candidates that are timed again, with the chosen one; calls of each in a round, which all flush L2."""
@@ -191,7 +191,7 @@ def candidates(
 
 
 def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
-    """Tiles that the kernel takes for its traits and calls of any length, except for operands that TMA cannot read."""
+    """Tiles that the kernel has for its traits and calls of any length, except for operands that TMA cannot read."""
     from cute_attn.compiler import registry
     from cute_attn.kernels.backward_sm90 import heuristics as backward
     from cute_attn.kernels.forward_sm90 import heuristics as forward
@@ -275,7 +275,7 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
 
 
 def judged(stored: Mapping[str, Any], ops: Sequence[str], rows: int) -> Iterator[dict[str, Any]]:
-    """Rows of a stored result as the choosers would choose now, by the timings that it has.
+    """Rows of a stored result with the choosers' current choices, by the result's timings.
 
     What is chosen now and was no candidate then has no regret, but an ``error``.
     """

@@ -17,7 +17,7 @@ from cute_attn.lab.benchmark.workload import Workload
 
 OPS = ("forward", "backward", "deterministic", "decode", "append", "functions", "masks")
 CONFIGURATIONS = 8
-"""How many configurations of the sweep of :mod:`bench.shapes` forwards and backwards take."""
+"""Number of configurations from the sweep of :mod:`bench.shapes` for forwards and backwards."""
 MAX_BIAS = 2**28
 """Elements of a bias."""
 MAY_DIVIDE = 1024

@@ -82,7 +82,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def need_gpu() -> None:
-    """Exit with a sentence where there is none."""
+    """Exit with a sentence if there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -90,14 +90,14 @@ def need_gpu() -> None:
 
 
 def machine_of_tests() -> Any:
-    """``tests.machine``, which plans calls where there is no GPU; exits with a sentence where pytest is missing."""
+    """``tests.machine``, which plans calls without a GPU; exits with a sentence if pytest is missing."""
     if importlib.util.find_spec("pytest") is None:
         sys.exit("error: planning calls without a GPU needs pytest; pip install pytest")
     return importlib.import_module("tests.machine")
 
 
 def build(found: Mapping[str, tuple[Any, str]], group: str) -> None:
-    """Build one of several groups of kernels, ``PART/PARTS``, into the disk cache, and say how many.
+    """Build one of several groups of kernels, ``PART/PARTS``, into the disk cache, and print how many.
 
     found: (kernel, target) by a name.
     """

@@ -68,7 +68,7 @@ def table(result: Mapping[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
 
 
 def decode_table(result: Mapping[str, Any]) -> str:
-    """A Markdown table: microseconds of each implementation, a row per call; a dash where it cannot compute it."""
+    """A Markdown table: microseconds of each implementation, a row per call; a dash if it cannot compute the call."""
     titles, found = decode_picture.NAMES, decode_picture.speeds(result)
     names = [name for name in titles if any(name in by_impl for by_impl in found.values())]
     header = ["call", *(f"**{titles[n]}**" if cliffs.is_own(n) else titles[n] for n in names)]

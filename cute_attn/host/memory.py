@@ -117,7 +117,7 @@ def is_readable(x: Tensor, alignment: int = 0) -> bool:
 
 
 def is_lazy(x: Tensor) -> bool:
-    """True if the values of ``x`` are not those in its memory: torch negates it on each read, or it has no memory.
+    """True if the values of ``x`` differ from its memory: torch negates it on each read, or it has no memory.
 
     Examples are ``torch._neg_view(x)``, ``z.conj().imag`` and ``torch._efficientzerotensor``. The dispatcher makes new
     tensors of them before it calls an implementation.

@@ -64,7 +64,7 @@ def _computes(one: Verdict) -> tuple[Traits, str]:
 
 
 def best(verdicts: Iterable[Verdict]) -> Verdict:
-    """The best verdict by its code: the fastest by estimate of those without spills in the step, or else of all.
+    """The best verdict by its code: by estimate the fastest without spills in the step, or else the fastest of all.
 
     Raises:
         TypeError: ``verdicts`` is not a list of verdicts.

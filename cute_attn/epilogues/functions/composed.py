@@ -34,7 +34,7 @@ def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
 
 
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
-    """The input between the bounds; at a bound the derivative is 0, unlike that of clamp."""
+    """The input between the bounds; at a bound the derivative is 0, unlike the derivative of clamp."""
     return torch.where(input >= max_val, max_val, torch.where(input <= min_val, min_val, input))
 
 

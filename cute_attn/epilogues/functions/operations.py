@@ -152,7 +152,7 @@ def _abs(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
 
 
 def _extreme(first: str, second: str) -> SlopeRule:
-    """The derivative of the operand that compares as ``first``; the mean of both where they are equal, as in torch."""
+    """The derivative of the operand that compares as ``first``; the mean of both if they are equal, as in torch."""
 
     def rule(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
         mean = d.mul(d.add(da, db), d.graph.const(0.5))
@@ -163,7 +163,7 @@ def _extreme(first: str, second: str) -> SlopeRule:
 
 
 def _clamp(inside: str) -> SlopeRule:
-    """The derivative of the value where it is within the bound, as in torch's clamp; else that of the bound."""
+    """The derivative of the value if it is within the bound, as in torch's clamp; else the derivative of the bound."""
     return lambda d, x, a, b, da, db: d.where(d.graph.compare(inside, a, b), da, db)
 
 

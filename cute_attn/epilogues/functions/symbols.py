@@ -35,7 +35,7 @@ class Traced(Tensor):
 
     recorder: "Recorder"
     made: Tensor | None = None
-    """For a number: the tensor that the function made of it."""
+    """For a number: the tensor that the function made from it."""
 
     @staticmethod
     def _of(cls: Any, recorder: "Recorder", shape: Sequence[int], dtype: torch.dtype) -> Any:
