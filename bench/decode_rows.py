@@ -142,7 +142,7 @@ class Inputs:
 
 
 def make_inputs(row: Row, device: torch.device | str = "cuda", copies: int = 0) -> list[Inputs]:
-    """Random inputs of so many calls, by default ``row.copies``, which differ in their caches alone."""
+    """Random inputs of several calls, by default ``row.copies``, which differ only in their caches."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[row.dtype]
 

@@ -406,7 +406,7 @@ def measure(chosen: Sequence[Shape], options: argparse.Namespace) -> None:
 
 
 def picture(result: dict[str, Any]) -> Any:
-    """A figure: which share of the shapes of each op has at most so much regret."""
+    """A figure: for each op, the fraction of shapes with at most a given regret."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")

@@ -98,7 +98,7 @@ def milliseconds(step: Callable[[], Any]) -> float:
 
 
 def errors(found: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
-    """Root mean square of the difference, as a share of the exact values'."""
+    """Root mean square of the difference, relative to the exact values."""
     pairs = zip(NAMES, found, exact, strict=True)
     return {name: float((a.float() - b).norm() / b.norm()) for name, a, b in pairs}
 

@@ -220,7 +220,7 @@ class Problem:
         return ref.Cache(self.k, self.v, self.table, self.int32(self.case.batch_idx))
 
     def append(self) -> Call:
-        """The append alone."""
+        """Only the append."""
         cache, new, rotary = self.cache, self.new or (None, None), self.rotary
         cu_new = self.cu_new if self.new else None
         angles = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.seqlens)

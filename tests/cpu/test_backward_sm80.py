@@ -239,7 +239,7 @@ def test_streamed_ctas_cover_all_columns(dtype, dims, chunk):
 
 @cute.jit
 def write_columns(dtype: Constexpr, shape: Constexpr, parts: Constexpr, out: cute.Tensor):
-    """out[row, col] = addresses by the layout of all columns, and of the part that the column is in."""
+    """out[row, col] = addresses in the layout of all columns, and in the layout of the column's range."""
     pointer = cute.make_ptr(dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
 
     def layout(rows, cols, stages=1):

@@ -479,7 +479,7 @@ def test_rotary_embedding_of_packed_tensors(grouped, recorded):
 
 @pytest.mark.parametrize("scale_base", [None, 512])
 def test_rotary_module(scale_base):
-    """Products depend on distances alone; tables grow."""
+    """Products depend only on distances; tables grow."""
     module = rotary.RotaryEmbedding(8, base=100.0, scale_base=scale_base)
     same = randn(1, 1, 3, 1, 8, dtype=torch.float32).expand(1, 12, 3, 1, 8).clone()
     first = module(same[:, :7].clone())

@@ -235,7 +235,7 @@ def seen_by(q, k):
 
 
 def of_visible(function, scores, seen, tensors):
-    """The function of the scores that are seen, at these alone; -inf elsewhere."""
+    """The function, evaluated only at visible scores; -inf elsewhere."""
     at = seen.expand(scores.shape).nonzero(as_tuple=True)
     return torch.full_like(scores, -torch.inf).index_put(at, function(scores[at], *at, *tensors))
 

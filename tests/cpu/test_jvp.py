@@ -312,7 +312,7 @@ def test_threads_compute_the_definition(features, tiling):
 
 
 def test_what_the_keys_of_a_row_have_in_common_costs_no_digits():
-    """A part of S_dot that is equal for all keys changes no output."""
+    """A component of S_dot that is equal for all keys changes no output."""
     problem, dots = (Scores.random(1, 1, 32, 64, seed=i) for i in range(2))
     tiling = TINY["warps2x1-32x16"].of("", op="jvp")
     shared = torch.zeros(32, 8)

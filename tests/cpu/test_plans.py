@@ -40,7 +40,7 @@ def seen(call, key=KEY):
 
 
 def guarded(call, key=KEY):
-    """Found by guards alone."""
+    """The result of a call that only its guards can find."""
     whole, plans._records = plans._records, {}
     try:
         return seen(call, key)

@@ -332,7 +332,7 @@ def test_unkind_inputs(dtype, head_dim, arch, inputs, peer):
 
 @pytest.mark.parametrize("fp32_dim", [64, 96, 128])
 def test_fp32(fp32_dim):
-    """Three products of tf32 or of fp16 parts: outputs, and gradients of normal inputs, as PyTorch's three products."""
+    """Three products of tf32 or fp16 terms: outputs, and gradients of normal inputs, like PyTorch's three products."""
     cases = [case_of("fp32", fp32_dim, n) for n in (128, 1024)]
     settings = [Setting(case, inputs, peer="mem-efficient") for case in cases for inputs in INPUTS]
     found = [ratio for setting in settings for ratio in ratios(setting, "sm80")]

@@ -68,7 +68,7 @@ SHORT = [(case, arch) for case in CASES for arch in ARCHS if case.launches and h
 
 @functools.lru_cache(maxsize=2)
 def prepared(case: Case) -> tuple[Problem, dict, dict, dict]:
-    """A case's problem, and expected results of its compared part in float64, in its dtype and in float32."""
+    """A case's problem, and expected results for its compared batches in float64, in its dtype and in float32."""
     problem = case.build("cuda")
     return problem, *expectations(problem.compared())
 

@@ -156,7 +156,7 @@ HIDDEN: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_scores_reach_no_gradient(name: str, arch: str, hides: str) -> None:
-    """Functions that are infinite or NaN at keys that a mask hides, against float64 of the others alone."""
+    """Functions that are infinite or NaN at hidden keys, against float64 of the visible keys only."""
     leaves, own = inputs(), learned("slopes", "cuda")
     score_mod, options = HIDDEN[name](own), dict[str, Any](kernel=arch)
     if hides == "varlen":

@@ -98,7 +98,7 @@ def test_a_tangent_of_one_tensor(of: Case, name: str) -> None:
 
 
 def test_a_part_that_all_keys_have_in_common() -> None:
-    """S_dot with a large mean: the part that changes out keeps its digits."""
+    """S_dot has a large mean; the component that changes out keeps its digits."""
     of = replace(CAUSAL, name="common")
     problem = of.build("cuda")
     q, k, _ = problem.tensors

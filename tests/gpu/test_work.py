@@ -139,7 +139,7 @@ AGAIN = [case for case in RISING if case.name.endswith(("d64-causal", "d128-caus
 @pytest.mark.parametrize("arch", SPECULATIVE)
 @pytest.mark.parametrize("case", AGAIN, ids=lambda case: case.name)
 def test_launches_after_a_replay_are_as_those_before(case, arch):
-    """The counters that launches of a stream share are as they were."""
+    """The counters that a stream's launches share are unchanged afterwards."""
     plain, problem = case.build("cuda"), rising(case, 60.0)
     expected_plain = plain.run(kernel=arch)
     with Replays() as first:
