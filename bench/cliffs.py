@@ -1,4 +1,4 @@
-"""Each workload's speed over its fastest peer's, worst first, as a table and as a picture."""
+"""The speed of each workload relative to its fastest peer, worst first, as a table and as a picture."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ def by_workload(result: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One workload: our newest kernel against the fastest peer of the same run.
+    """One workload: the package's newest kernel against the fastest peer of the same run.
 
     Attributes:
         workload: its name.
@@ -58,7 +58,7 @@ class Comparison:
 
 
 def compare(result: Mapping[str, Any]) -> list[Comparison]:
-    """Every workload, worst first: our failures, then by rising ratio, then those that no peer computes."""
+    """Every workload, worst first: failed ones, then in ascending order of the ratio, then the ones without a peer."""
     found = [_comparison(name, rows) for name, rows in by_workload(result).items()]
     return sorted(found, key=lambda c: (not c.error, c.ratio or math.inf, c.workload))
 
@@ -73,7 +73,7 @@ def _comparison(workload: str, rows: dict[str, dict[str, Any]]) -> Comparison:
 
 
 def newest(impls: Iterable[str]) -> str:
-    """This package's newest kernel among them, such as "cute_attn/forward-sm90": a call's default.
+    """The package's newest kernel among them, such as "cute_attn/forward-sm90", which calls use by default.
 
     Raises:
         ValueError: there is none.
@@ -83,7 +83,7 @@ def newest(impls: Iterable[str]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line per workload, worst first: the ratio, the work, all speeds, its model where it has one, and our error."""
+    """A line per workload, worst first: the ratio, the work, all speeds, the model if there is one, and the error."""
     comparisons, found = compare(result), by_workload(result)
     columns: dict[str, list[str]] = {}  # kernels of both ways are in one
     for name in sorted({row["impl"]: None for row in result["rows"]}, key=lambda name: not is_own(name)):

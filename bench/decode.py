@@ -5,7 +5,7 @@
     python -m bench.decode --list                  their names
     python -m bench.decode --result FILE           table and picture of an existing result; needs no GPU
 
-Needs a GPU. Each implementation's calls are captured in one CUDA graph, one after the other, each on a cache of its own
+Needs a GPU. Each implementation's calls are captured in one CUDA graph, one after the other, each on a separate cache
 so that none finds its keys in the L2; a time is that of a replay over its calls. Numbers are microseconds and GB/s of
 the keys and values that are read. The first row is how fast a kernel that only reads does so: the ceiling. A peer is
 called in several ways, the fastest counts. One that hangs or ends the process costs its row: see :mod:`bench.isolated`.
@@ -25,7 +25,7 @@ from bench.decode_rows import Inputs, Row, make_inputs, rows
 from bench.isolated import Message, Task
 
 READ_BYTES = 2**31
-"""What the ceiling's kernel reads: many times the L2."""
+"""Bytes that the ceiling's kernel reads: many times the size of L2."""
 _WARM_UP = 3
 _ROUNDS = 5
 
@@ -91,13 +91,13 @@ def microseconds(
 def time_row(
     row: Row, names: Sequence[str], milliseconds: float, stage: Callable[[tuple[str, ...]], None]
 ) -> tuple[list[dict[str, Any]], Callable[[], None] | None]:
-    """A line for every implementation, and the last one's replay, which loads the GPU."""
+    """Time every implementation; returns a line for each, and the last one's replay, which keeps the GPU busy."""
     from bench.decode_impls import IMPLEMENTATIONS
     from cute_attn.lab.benchmark.results import first_line, ready, reason
 
     stage(tuple(names))
     inputs = make_inputs(row)
-    ways: dict[str, Callable[[Inputs], Any]] = {}  # by implementation and how it is called
+    ways: dict[str, Callable[[Inputs], Any]] = {}  # by the implementation's name and variant
     errors: dict[str, str] = {}
     for name in names:
         stage((name,))

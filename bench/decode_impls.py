@@ -18,7 +18,7 @@ Call = Callable[[Inputs], Tensor]
 Implementation = Callable[[Row, Inputs], dict[str, Call]]
 
 FA3_SPLITS = (4, 16, 32)
-"""Numbers of splits that FlashAttention-3 is called with, beside its own choice."""
+"""Numbers of splits for FlashAttention-3, which is also called with the number that it chooses."""
 _FA2_PAGE = 256
 _FLASHMLA_PAGE = 64
 
@@ -42,7 +42,7 @@ def ours(kernel: str | None, tile: str | None = None, num_splits: int = 0) -> Im
 
 
 def _cached(x: Inputs, table: str = "page_table") -> dict[str, Any]:
-    """Arguments of FlashAttention's flash_attn_with_kvcache beside q and the caches."""
+    """Arguments of FlashAttention's flash_attn_with_kvcache other than q and the caches."""
     given: dict[str, Any] = {
         "k": x.k,
         "v": x.v,
@@ -61,7 +61,7 @@ def _masks(row: Row) -> dict[str, Any]:
 
 
 def fa3(row: Row, x: Inputs) -> dict[str, Call]:
-    """FlashAttention-3: its own number of splits, some others, and its own with the schedule computed beforehand."""
+    """FlashAttention-3: with its number of splits, with others, and with its number and a precomputed schedule."""
     try:
         from flash_attn_interface import (  # type: ignore[import-not-found]
             flash_attn_with_kvcache,
@@ -95,7 +95,7 @@ def fa3(row: Row, x: Inputs) -> dict[str, Call]:
 
 
 def fa2(row: Row, x: Inputs) -> dict[str, Call]:
-    """FlashAttention-2: its package, or where it is not installed torch's, which divides keys as well."""
+    """FlashAttention-2: its package or, if that is not installed, torch's version, which also divides keys."""
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:
@@ -129,7 +129,7 @@ def _fa2_of_torch(row: Row) -> dict[str, Call]:
 
 
 def fa4(row: Row, x: Inputs) -> dict[str, Call]:
-    """FlashAttention-4, whose Hopper kernels do not divide keys; pages as it takes them."""
+    """FlashAttention-4, whose Hopper kernels do not divide keys; pages have the size that it supports."""
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ImportError as error:

@@ -48,7 +48,7 @@ def ceiling(result: Mapping[str, Any]) -> float:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line per row: our time, GB/s and part of the ceiling, each peer's time, and the fastest peer's over ours."""
+    """A line per row: the package's time, GB/s and fraction of the ceiling, each peer's time, and the speed ratio."""
     found, most = speeds(result), ceiling(result)
     impls = dict.fromkeys(line["impl"] for line in result["rows"] if line["workload"] != "read-only")
     own, peers = ([name for name in impls if is_own(name) == ours] for ours in (True, False))

@@ -19,12 +19,12 @@ MOST_COPIES = 64
 RAGGED = (1024, 32768)
 """Bounds of the lengths of a ragged batch."""
 MIXED = ((2048, 4096),) * 2 + ((1, 8192),) * 64
-"""(queries, keys) of prefill chunks beside decodes, in one call."""
+"""(queries, keys) of prefill chunks and decoding sequences in one call."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One call, as it is timed.
+    """A call to time.
 
     Attributes:
         batch, keys: sequences, and the keys of each after the append; the capacity too.
@@ -33,7 +33,7 @@ class Row:
         latent: instead, keys have head dim 576 and values are their first 512 numbers.
         queries: of each sequence.
         causal: whether queries see no later key.
-        window: keys before its own that a query sees, 0 for all.
+        window: keys that a query sees before its position, 0 for all.
         page: rows of a page, 0 for a contiguous cache.
         append: new keys and values of each sequence that the call appends, rotated, as it rotates the queries.
         ragged: whether lengths differ, up to ``keys``.
@@ -120,13 +120,13 @@ class Row:
 
     @property
     def copies(self) -> int:
-        """Caches that calls take in turn, so that none finds its keys in the L2."""
+        """Caches that calls use in turn, so that no call finds its keys in L2."""
         return max(2, min(MOST_COPIES, math.ceil(COLD_BYTES / self.read_bytes)))
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call, by the names of ``attention_with_kvcache``; None for what a row has not."""
+    """The tensors of one call, by the names of ``attention_with_kvcache``; None for a tensor that the row lacks."""
 
     q: Tensor
     k_cache: Tensor
@@ -142,7 +142,7 @@ class Inputs:
 
 
 def make_inputs(row: Row, device: torch.device | str = "cuda", copies: int = 0) -> list[Inputs]:
-    """Random inputs of so many calls, by default ``row.copies``, which differ in their caches alone."""
+    """Random inputs of several calls, by default ``row.copies``, which differ only in their caches."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[row.dtype]
 
@@ -181,7 +181,7 @@ def make_inputs(row: Row, device: torch.device | str = "cuda", copies: int = 0) 
 
 
 def rows() -> Iterator[Row]:
-    """One sequence over its length; batches; pages; head counts and dims; queries; what a call adds; prefill."""
+    """Rows: one sequence of several lengths; batches; pages; heads; queries; more features; prefill."""
     for keys in (1024, 4096, 8192, 16384, 32768, 65536, 131072):
         yield Row(1, keys, ampere=keys == 32768)
     yield Row(1, 131072, heads=(32, 1))

@@ -107,7 +107,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Training:
-    """A training step of GPT-2's 124M parameters as nanoGPT takes it: bf16 autocast, AdamW.
+    """A training step of GPT-2's 124M parameters, as in nanoGPT: bf16 autocast, AdamW.
 
     Attributes:
         batch: sequences of 1024 tokens.
@@ -176,7 +176,7 @@ def all_served() -> Iterator[None]:
 
 
 def measure(row: Attention | Training, clock: Any) -> dict[str, Any]:
-    """A row's times by PyTorch, by the drop-in and with all served, and what the drop-in left to PyTorch."""
+    """Times of a row in PyTorch, with the drop-in, and with all calls served; and which calls the drop-in declined."""
     from cute_attn import sdpa
 
     torch.manual_seed(0)

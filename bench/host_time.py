@@ -27,13 +27,13 @@ CALLS, WARM_UP, REPETITIONS = 40, 5, 100
 
 @dataclass(frozen=True)
 class Row:
-    """What is timed.
+    """A call whose host time is measured.
 
     Attributes:
         name: of the row.
-        call: makes a call; with True, of ``leaves``.
-        leaves: q, k and v that require gradients; () where a call has none.
-        around: what the calls run in, entered before each run.
+        call: makes a call; with True, on ``leaves``.
+        leaves: q, k and v that require gradients; () if the call needs none.
+        around: makes the context of the calls, which is entered before each run.
     """
 
     name: str
@@ -141,7 +141,7 @@ def rows() -> list[Row]:
 
 
 def sdpa_rows() -> list[list[Row]]:
-    """Calls of scaled_dot_product_attention: PyTorch's of each backend, then of each ours, and afterwards."""
+    """scaled_dot_product_attention: each backend of PyTorch, then each with the kernels, and PyTorch's once more."""
     import torch
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel

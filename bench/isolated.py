@@ -1,4 +1,4 @@
-"""Time workloads in another process: an implementation that ends it, hangs or loses the GPU costs its own rows alone.
+"""Time workloads in another process: an implementation that ends it, hangs or loses the GPU costs only its rows.
 
 The process sends the names of each step before it runs. When no message follows, their rows get an error, and a new
 process continues without them.
@@ -19,7 +19,7 @@ Work = Callable[[Sequence["Task"], Callable[[Message], None]], None]
 
 @dataclass(frozen=True)
 class Task:
-    """What is timed, which has a name; the implementations that do it; whether the GPU's clock is read after it."""
+    """A workload, which has a name; the names of its implementations; and whether to read the GPU's clock after it."""
 
     workload: Any
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Task:
 def run_tasks(
     work: Work, tasks: Sequence[Task], patience: float = 90.0, context: str = "spawn"
 ) -> Iterator[tuple[Rows, int | None]]:
-    """What ``work`` sends of each task, its rows and the clock in MHz, in the tasks' order.
+    """The results that ``work`` sends for each task, in order: its rows and the clock in MHz.
 
     Args:
         work: runs in the other process.

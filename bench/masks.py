@@ -23,7 +23,7 @@ from bench import run
 
 SEQLEN, HEADS, BLOCK = 16384, 16, 128
 GRID, RADIUS = 128, 8
-"""A neighbourhood's image and half the side of what a query sees of it."""
+"""Side of a neighbourhood's image, and how far a query sees in it."""
 DOCUMENT, PREFIX, WINDOW, FIRST, REACH = 1500, 2048, 1024, 128, 4096
 WRONG = 0.02
 """Maximum difference between outputs, relative to the largest element."""
@@ -75,7 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"causal": True, "window": (WINDOW - 1, 0)},
 }
-"""What the masks are called with where they are built in."""
+"""Options of the masks that kernels have built in."""
 
 
 @dataclass(frozen=True)

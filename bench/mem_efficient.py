@@ -18,8 +18,8 @@ IMPL = (PEER, "*-sm*", "cute_attn/tf32")
 
 
 def workloads() -> Iterator[Workload]:
-    """Causal and not: fp32 at common head dims, bf16 and fp32 at large ones, and rows that are not aligned (head dim
-    59) beside such that are."""
+    """Causal and not: fp32 at common head dims, bf16 and fp32 at large ones, with aligned and unaligned rows (head dim
+    59)."""
     for op in ("forward", "backward"):
         for causal in (True, False):
             for head_dim, seqlen in ((64, 2048), (64, 8192), (128, 2048), (128, 8192), (256, 4096)):

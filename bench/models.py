@@ -6,7 +6,7 @@
     python -m bench.models --list               their names
     python -m bench.models --result FILE        table and picture of an existing result; needs no GPU
 
-Needs a GPU. Sizes are those that the models' published configurations have, at lengths and batches of their use. Rows
+Needs a GPU. Sizes are from the models' published configurations, lengths and batches from their typical use. Rows
 are timed, compared and shown as by :mod:`bench.shapes`, whose options these are.
 """
 
@@ -25,7 +25,7 @@ IMPL = (*shapes.IMPL, "mem_efficient", "ffpa")
 
 
 def trained() -> Iterator[tuple[str, Workload]]:
-    """Model and forward of what is trained: timed both ways."""
+    """Models and forwards that are trained: timed both ways."""
     # Decoders with as many key heads as query heads, with groups of query heads, and with one key head.
     yield "gpt2 124M s1024", causal(8, 1024, 12, 64)
     yield "gpt2-xl s1024", causal(4, 1024, 25, 64)
@@ -116,7 +116,7 @@ def trained() -> Iterator[tuple[str, Workload]]:
 
 
 def served() -> Iterator[tuple[str, Workload]]:
-    """Model and forward of what is only served."""
+    """Models and forwards that only serve."""
     yield "llama3-8B prefill 512 after 8k", causal(1, 512, 32, 128, nheads_kv=8, seqlen_k=8704)
     yield "llama3-8B prefill 2048 after 32k", causal(1, 2048, 32, 128, nheads_kv=8, seqlen_k=34816)
     yield "llama3-70B prefill 8192 after 8k", causal(1, 8192, 64, 128, nheads_kv=8, seqlen_k=16384)
@@ -133,7 +133,7 @@ def served() -> Iterator[tuple[str, Workload]]:
 
 
 def rows(op: str) -> list[tuple[str, Workload]]:
-    """Model and workload of an operation, "forward" or "backward", or of "both"; what is served has no backward."""
+    """Model and workload of "forward", "backward" or "both"; models that only serve have no backward."""
     ops = ("forward", "backward") if op == "both" else (op,)
     both = [
         (model, replace(w, op=one, bias_grad=w.bias_grad and one == "backward"))

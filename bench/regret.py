@@ -1,4 +1,4 @@
-"""How good is what the package chooses by itself? Its time over that of the best it could have chosen: the regret.
+"""How good are the package's choices? The regret: the chosen time over the time of the best possible choice.
 
     python -m bench.regret                         24 shapes of every op; writes bench/results/DATE-GPU-regret.json
     python -m bench.regret --op backward --seed 3 --rows 60 -o FILE
@@ -33,22 +33,22 @@ from cute_attn.host.backward_splits import MAX_IN_ORDER, MAX_SPLITS, even_splits
 from cute_attn.lab.benchmark.workload import Workload
 
 LENGTHS = (1, 4, 16, 40, 64, 80, 96, 300, 600, 3000)
-"""Queries and keys, between the bounds at which any chooser takes another tile."""
+"""Queries and keys, one of each range within which no chooser changes its tile."""
 CLOCK_EVERY = 10
 FINALISTS, MOST_CALLS = 3, 30
-"""Candidates that are timed again beside the chosen one; calls of each in a round, which each flush the L2."""
+"""Candidates that are timed again, with the chosen one; calls of each in a round, which all flush L2."""
 Medians = Callable[[dict[str, Callable[[], Any]], float, int, int], dict[str, float]]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is chosen for a call, all of it named, or "", 0 and None for what the chooser takes beside the rest.
+    """Choices for a call. All are named, or "", 0 and None for choices that the chooser still makes.
 
     Attributes:
-        tile: text of the main kernel's.
-        head_splits: of the query heads of a kv head, in a backward.
-        accumulators: of dQ, in the deterministic mode.
-        split: of the keys of a cache, or of a forward by the kernels for a cache: a
+        tile: the main kernel's tile as text.
+        head_splits: number of splits of a kv head's query heads, in a backward.
+        accumulators: number of dQ's accumulators, in the deterministic mode.
+        split: how the keys of a cache are divided, or a forward's keys by the kernels for a cache: a
             :class:`cute_attn.host.split_kv.Split`.
     """
 
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Such as ``tile_m=64,tile_n=128 head_splits=4``."""
+        """For example ``tile_m=64,tile_n=128 head_splits=4``."""
         words = [self.tile]
         words += [f"{name}={n}" for name in ("head_splits", "accumulators") if (n := getattr(self, name))]
         if self.split is not None:
@@ -77,7 +77,7 @@ class Candidate:
         )
 
     def beside(self, other: "Candidate") -> str:
-        """Those words of the name that another's has not."""
+        """The words of the name that the other's name lacks."""
         known = set(re.split("[ ,]", other.name))
         return ",".join(word for word in re.split("[ ,]", self.name) if word not in known) or "the same"
 
@@ -87,7 +87,7 @@ class Candidate:
 
 @contextlib.contextmanager
 def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
-    """Calls are divided as the candidate says. known: plans of its own, as their keys name no such choice."""
+    """Calls are divided as the candidate says. known: separate plans, as the usual keys do not include the choice."""
     from cute_attn.host import backward, plans, split_kv
 
     choices = (
@@ -107,20 +107,20 @@ def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
 
 
 def new_plans() -> dict[str, dict]:
-    """For :func:`forced`."""
+    """Empty plans for :func:`forced`."""
     from cute_attn.host import plans
 
     return {name: {} for name in plans.STORES}
 
 
 class Choice(NamedTuple):
-    """What the choosers take for a shape's call.
+    """The choosers' result for a shape's call.
 
     Attributes:
-        candidate: the choice. It names no tile where a forward divides keys, as it does while a call names none.
+        candidate: the choice. It names no tile if a forward divides keys, which it does only without a named tile.
         kernel: the main kernel; other tiles of it are candidates.
         in_order: whether key blocks add to the accumulators in order.
-        divided: how keys are divided among CTAs, and the arguments of that choice; or nothing.
+        divided: how keys are divided among CTAs, and the arguments of that choice; or empty.
     """
 
     candidate: Candidate
@@ -130,7 +130,7 @@ class Choice(NamedTuple):
 
 
 def choice(shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90") -> Choice:
-    """What the choosers take for the shape's call, by making it."""
+    """The choosers' result for the shape's call, found by making the call."""
     from cute_attn import compiler
     from cute_attn.compiler import registry
     from cute_attn.host import backward, split_kv
@@ -156,7 +156,7 @@ def choice(shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str
         prepared()()
     kernel = next(args[0] for args, _ in reversed(built) if args[0].traits.op in (shape.kernel_op, "kvcache"))
     if kernel.traits.op != "kvcache":
-        divided = []  # by the forward before a backward
+        divided = []  # the forward before a backward filled it
     splits, numbers, split = (calls[-1][1] if calls else None for calls in (heads, ordered or keys, divided))
     chosen = Candidate(kernel.tile.text, splits or 0, numbers or 0, split)
     if kernel.traits.op != shape.kernel_op:
@@ -168,7 +168,7 @@ def choice(shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str
 def candidates(
     shape: Shape, prepared: Callable[..., Callable[[], Any]], target: str = "sm90"
 ) -> list[Candidate]:
-    """What the choosers take for the shape's call, then whatever else they could, one choice changed at a time."""
+    """The choosers' result for the shape's call, then every other result that they could have, one choice at a time."""
     from cute_attn.host import split_kv
 
     chosen, kernel, in_order, divided = choice(shape, prepared, target)
@@ -183,7 +183,7 @@ def candidates(
         blocks = -(-shape.seqlen_k // kernel.tile.tile_n)
         most = min(blocks, MAX_IN_ORDER if in_order else MAX_SPLITS)
         found += [replace(chosen, accumulators=n) for n in _thinned(range(1, most + 1), chosen.accumulators)]
-    for arguments, split in divided:  # with which goes another default tile
+    for arguments, split in divided:  # each has another default tile
         found += [replace(chosen, tile="", split=one) for one in _cache_splits(*arguments) if one != split]
     if not divided and shape.may_divide_keys:
         found.append(Candidate(split=split_kv.Split("stream_k")))
@@ -191,7 +191,7 @@ def candidates(
 
 
 def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
-    """Tiles that the kernel takes for its traits and calls of any length, except for operands that TMA cannot read."""
+    """Tiles that the kernel has for its traits and calls of any length, except for operands that TMA cannot read."""
     from cute_attn.compiler import registry
     from cute_attn.kernels.backward_sm90 import heuristics as backward
     from cute_attn.kernels.forward_sm90 import heuristics as forward
@@ -222,7 +222,7 @@ def tiles(kernel: Any, shape: Shape, target: str) -> list[Any]:
 
 
 def _thinned(numbers: Iterable[int], chosen: int) -> list[int]:
-    """All but the chosen one, without those within an eighth of the one before."""
+    """All numbers except the chosen one and ones within an eighth of the previous one."""
     found: list[int] = []
     for n in numbers:
         if n != chosen and (not found or n >= 1.125 * found[-1]):
@@ -246,7 +246,7 @@ def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[dict[str, tuple[Any, str]]]:
-    """Calls on the CPU plan what they would launch on a GPU, and compute nothing; the kernels, by name."""
+    """Calls on the CPU plan the launches of a GPU, and compute nothing. Yields the kernels by name."""
     import torch
 
     machine = run.machine_of_tests()
@@ -269,13 +269,13 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
             first, *others = candidates(shape, prepared)
             for one in (first, *others):
                 if one is first or (one.tile, one.split) != (first.tile, first.split):  # or the same kernels
-                    with forced(one, new_plans()), contextlib.suppress(ValueError):  # which timing reports
+                    with forced(one, new_plans()), contextlib.suppress(ValueError):  # timing reports it
                         prepared(*one.named)()
     return found
 
 
 def judged(stored: Mapping[str, Any], ops: Sequence[str], rows: int) -> Iterator[dict[str, Any]]:
-    """Rows of a stored result as the choosers would choose now, by the timings that it has.
+    """Rows of a stored result with the choosers' current choices, by the result's timings.
 
     What is chosen now and was no candidate then has no regret, but an ``error``.
     """
@@ -406,12 +406,12 @@ def measure(chosen: Sequence[Shape], options: argparse.Namespace) -> None:
 
 
 def picture(result: dict[str, Any]) -> Any:
-    """A figure: which share of the shapes of each op has at most so much regret."""
+    """A figure: for each op, the fraction of shapes with at most a given regret."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    rows = [row for row in result["rows"] if len(row.get("times", ())) > 1]  # that left a choice
+    rows = [row for row in result["rows"] if len(row.get("times", ())) > 1]  # rows that left a choice
     for op in dict.fromkeys(row["op"] for row in rows):
         own = sorted(100 * row["regret"] for row in rows if row["op"] == op)
         shares = [100 * (i + 1) / len(own) for i in range(len(own))]

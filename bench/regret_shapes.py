@@ -1,6 +1,6 @@
 """The shapes that choices are judged on: seeded, and drawn by nobody who tunes for them.
 
-Shapes of an op share a few configurations of what a kernel is built for. Those of a backward are the forward's, and the
+Shapes of an op share a few configurations, for each of which kernels are built. A backward has the forward's, and the
 deterministic mode's the backward's. Functions and block masks are timed both ways.
 """
 
@@ -17,11 +17,11 @@ from cute_attn.lab.benchmark.workload import Workload
 
 OPS = ("forward", "backward", "deterministic", "decode", "append", "functions", "masks")
 CONFIGURATIONS = 8
-"""How many configurations of the sweep of :mod:`bench.shapes` forwards and backwards take."""
+"""Number of configurations from the sweep of :mod:`bench.shapes` for forwards and backwards."""
 MAX_BIAS = 2**28
 """Elements of a bias."""
 MAY_DIVIDE = 1024
-"""Minimum keys of a forward for which dividing them is a choice; the package's own bound is higher."""
+"""Minimum keys of a forward for which dividing them is a choice; the package's bound is higher."""
 MAX_CACHE = 2**27
 """Elements of the keys of a cache."""
 
@@ -31,9 +31,9 @@ class Shape:
     """One call to choose for.
 
     Attributes:
-        op: of ``OPS``.
-        of: the call: of decode and append a row of :mod:`bench.decode_rows`.
-        function: of ``FUNCTIONS`` or ``MASKS``, or "".
+        op: one of ``OPS``.
+        of: the call: for decode and append, a row of :mod:`bench.decode_rows`.
+        function: a name in ``FUNCTIONS`` or ``MASKS``, or "".
     """
 
     op: str
@@ -66,7 +66,7 @@ class Shape:
         return plain and self.kernel_op == "forward" and self.seqlen_k >= MAY_DIVIDE
 
     def prepared(self, device: str) -> Callable[..., Callable[[], Any]]:
-        """From a tile's text, and of a cache the number of splits, the function to time. All share their inputs."""
+        """A function from a tile's text, and a cache's number of splits, to the timed function. All share inputs."""
         if isinstance(self.of, Row):
             from bench import decode_impls, decode_rows
 

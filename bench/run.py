@@ -1,4 +1,4 @@
-"""What benchmarks have in common: their arguments, the choice of rows, and a runner of workloads."""
+"""Common code of benchmarks: arguments, the choice of rows, and a runner of workloads."""
 
 import argparse
 import fnmatch
@@ -18,7 +18,7 @@ from cute_attn.lab.benchmark.workload import Workload
 
 RESULTS = Path(__file__).parent / "results"
 NEWEST = "newest"
-"""What ``--impl`` calls this package's kernel that a call takes by default."""
+"""``--impl``'s name for the kernel that a call uses by default."""
 CLOCK_EVERY = 10
 """The GPU's clock is read after one of so many rows."""
 _CALLS_PER_MS = 2.5  # at most, of an implementation in a round; each flushes the L2
@@ -28,7 +28,7 @@ _CALLS_PER_MS = 2.5  # at most, of an implementation in a round; each flushes th
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """Of a command whose rows are chosen by name; ``doc``: its module's docstring."""
+    """Parser of a command whose rows are chosen by name; ``doc``: its module's docstring."""
     made = argparse.ArgumentParser(description=doc.splitlines()[0])
     made.add_argument("patterns", nargs="*", default=["*"], help="which rows, by shell patterns")
     made.add_argument("--list", action="store_true", help="print the rows' names and stop")
@@ -36,7 +36,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def timing_parser(doc: str, impl: Sequence[str], milliseconds: float = 20.0) -> argparse.ArgumentParser:
-    """Of a command whose rows are timed in another process; ``impl``: patterns of the implementations by default."""
+    """Parser of a command that times rows in another process; ``impl``: default patterns of implementations."""
     made = parser(doc)
     made.add_argument("-o", "--output", type=Path, help="the file to write")
     which = f"which implementations, by shell patterns; default: {' '.join(impl)}"
@@ -82,7 +82,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def need_gpu() -> None:
-    """Exit with a sentence where there is none."""
+    """Exit with a sentence if there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -90,14 +90,14 @@ def need_gpu() -> None:
 
 
 def machine_of_tests() -> Any:
-    """``tests.machine``, which plans calls where there is no GPU; exits with a sentence where pytest is missing."""
+    """``tests.machine``, which plans calls without a GPU; exits with a sentence if pytest is missing."""
     if importlib.util.find_spec("pytest") is None:
         sys.exit("error: planning calls without a GPU needs pytest; pip install pytest")
     return importlib.import_module("tests.machine")
 
 
 def build(found: Mapping[str, tuple[Any, str]], group: str) -> None:
-    """Build one of several groups of kernels, ``PART/PARTS``, into the disk cache, and say how many.
+    """Build one of several groups of kernels, ``PART/PARTS``, into the disk cache, and print how many.
 
     found: (kernel, target) by a name.
     """
@@ -138,9 +138,9 @@ def measure(
     show: Callable[[dict[str, Any], Path], None],
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Time the tasks, and show the result, which is written after each in case the run is cut.
+    """Time the tasks, and show the result, which is also written after each task in case the run is interrupted.
 
-    about: what the result has beside its rows.
+    about: the result's entries other than rows.
     """
     from cute_attn.lab.benchmark.results import default_path, machine, write
     from cute_attn.lab.sensors import known_median
@@ -160,7 +160,7 @@ def measure(
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """One implementation's time, or its error."""
+    """Print one implementation's time, or its error."""
     numbers = (
         row.get("error")
         or f"{1e3 * row['ms']:11.2f} us {row['value']:7.1f} {row['unit']} {row.get('how', '')}"

@@ -6,8 +6,8 @@
     python -m bench.shapes --list             their names
     python -m bench.shapes --result FILE      table and picture of an existing result; needs no GPU
 
-Needs a GPU. Prints each row, and last the ratios of our speed to the fastest peer's, worst first; draws them beside
-the result. Forward and backward are timed on the same shapes. Outputs are compared with those of the first peer that
+Needs a GPU. Prints each row, then the speed ratios to the fastest peer, worst first; draws them into a picture next to
+the result. Forward and backward are timed on the same shapes. Outputs are compared with outputs of the first peer that
 computes the shape. A peer that hangs or ends the process costs its row: see :mod:`bench.isolated`.
 
 FlashAttention-4 compiles a kernel for each configuration of head dims, query heads per key head, mask and features,
@@ -28,10 +28,10 @@ IMPL = (run.NEWEST, "fa2", "fa3", "fa4", "cudnn")
 MILLISECONDS = (0.02, 5.0)
 """Bounds of a call's :func:`estimate`, forward or backward."""
 MAX_BYTES = 4 * 2**30
-"""Of q, k, v and out."""
+"""Maximum bytes of q, k, v and out."""
 MAX_SEQLEN_Q, MAX_SEQLEN_K = 2**15, 2**17
 MIN_SEQLEN_K = 16
-"""Of the longest sequence. A query that sees one key has gradients of zero up to rounding: nothing to compare."""
+"""Minimum keys of the longest sequence. A query that sees one key has gradients of zero, up to rounding."""
 MAX_BATCH, MAX_NHEADS, MAX_SEQUENCES = 512, 128, 64
 HEAD_DIMS = range(32, 257, 8)
 
@@ -40,13 +40,13 @@ _FLOPS_PER_MS, _BYTES_PER_MS = 500e9, 4e9
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a peer compiles a kernel for.
+    """Properties for which a peer compiles a kernel.
 
     Attributes:
         head_dim, head_dim_v: sizes.
         group: query heads of a key head.
         mask: "", "causal", "window" with bounds on both sides, or "causal_window".
-        softcap, varlen: as of a workload.
+        softcap, varlen: as in a workload.
     """
 
     head_dim: int
@@ -96,7 +96,7 @@ def configurations(rng: random.Random, count: int) -> list[Configuration]:
 
 
 def _cycle(rng: random.Random, values: Sequence[int]) -> Iterator[int]:
-    """All of them, repeated in one random order."""
+    """All items, repeated in one random order."""
     order = rng.sample(values, len(values))
     while True:
         yield from order
@@ -129,7 +129,7 @@ def estimate(workload: Workload) -> float:
 
 
 def nbytes(workload: Workload) -> int:
-    """Of q, k, v and out, in 16 bits."""
+    """Bytes of q, k, v and out, in 16 bits."""
     queries, keys = (sum(lengths) for lengths in zip(*workload.sequences, strict=True))
     dims = workload.head_dim + workload.head_dim_v
     return 2 * dims * (queries * workload.nheads + keys * workload.nheads_kv)
@@ -150,7 +150,7 @@ def _shape(rng: random.Random, configuration: Configuration, relation: str) -> W
 
 
 def _unit(rng: random.Random, configuration: Configuration, relation: str) -> Workload:
-    """One batch and key head of a shape, or its varlen sequences with one key head."""
+    """A shape with one batch and one key head; a varlen shape keeps its sequences."""
     seqlen_q, seqlen_k = _seqlens(rng, relation)
     if configuration.mask and seqlen_k < seqlen_q and rng.random() < 0.8:
         seqlen_q, seqlen_k = seqlen_k, seqlen_q  # queries that see no key are rare in use
@@ -206,7 +206,7 @@ def _ragged(rng: random.Random, count: int, longest: int) -> tuple[int, ...]:
 
 
 def log_uniform(rng: random.Random, low: int, high: int) -> int:
-    """Both ends included."""
+    """A random integer, uniform in the logarithm, both ends included."""
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
 

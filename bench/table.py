@@ -3,8 +3,8 @@
     python -m bench.table bench/results/FILE.json ...           print all of it
     python -m bench.table --write bench/results/FILE.json ...   put rows into docs/speed.md and a few into the README
 
-The picture, docs/speed.png, is of the files that docs/speed.md then names, forward and backward, and so are the rows of
-the README. Of a result of attention with a cache docs/speed.md has every row, and docs/decode.png.
+docs/speed.md names the files, forward and backward, from which docs/speed.png is drawn and the README's rows are
+taken. A result of attention with a cache puts all its rows into docs/speed.md, and draws docs/decode.png.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def table(result: Mapping[str, Any], patterns: tuple[str, ...] = ("*",)) -> str:
 
 
 def decode_table(result: Mapping[str, Any]) -> str:
-    """A Markdown table: microseconds of each implementation, a row per call; a dash where it cannot compute it."""
+    """A Markdown table: microseconds of each implementation, a row per call; a dash if it cannot compute the call."""
     titles, found = decode_picture.NAMES, decode_picture.speeds(result)
     names = [name for name in titles if any(name in by_impl for by_impl in found.values())]
     header = ["call", *(f"**{titles[n]}**" if cliffs.is_own(n) else titles[n] for n in names)]
@@ -96,7 +96,7 @@ def _markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _numbers(result: Mapping[str, Any], key: str) -> dict[str, dict[str, float]]:
-    """A number of each implementation that has it, for every workload."""
+    """For every workload, a number of each implementation that has it."""
     return {
         workload: {name: row[key] for name, row in rows.items() if key in row}
         for workload, rows in cliffs.by_workload(result).items()
@@ -186,7 +186,7 @@ def times(result: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def short_table(forward: Mapping[str, Any], backward: Mapping[str, Any]) -> str:
-    """A Markdown table of ten rows: TFLOP/s of our best kernel and of the fastest peer, both ways."""
+    """A Markdown table of ten rows: TFLOP/s of the package's best kernel and of the fastest peer, both ways."""
     header = ["workload", "forward", "fastest peer", "", "backward", "fastest peer", ""]
     speeds = {"fwd": _numbers(forward, "value"), "bwd": _numbers(backward, "value")}
     rows = []
@@ -231,7 +231,7 @@ def write(paths: list[Path]) -> None:
 
 
 def _replaced(text: str, mark: str, new: str, page: Path) -> str:
-    """A page with what lies between two marks, and the marks, replaced."""
+    """A page with the text between two marks, and the marks, replaced."""
     before, begin, rest = text.partition(f"<!-- {mark} -->")
     _, end, after = rest.partition(f"<!-- end of {mark} -->")
     if not (begin and end):

@@ -91,5 +91,5 @@ def _import(names: tuple[str, ...]) -> None:
 
 if not _without_dsl.is_installed():
     _do_without_dsl()
-# By which torch.export.load and aoti_load_package read what they load.
+# Through these, torch.export.load and aoti_load_package find the operators of a program.
 after_import("torch.export.pt2_archive._package", lambda: _import(_OPERATORS))

@@ -9,7 +9,7 @@ def main() -> None:
     missing = [name for name in ("rich", "typer") if find_spec(name) is None]
     if missing:
         sys.exit(f"error: the command needs {' and '.join(missing)}; pip install {' '.join(missing)}")
-    from cute_attn.cli import options  # needs those
+    from cute_attn.cli import options  # imports these packages
     from cute_attn.cli.main import main
 
     options.ends_with_command = True

@@ -24,7 +24,7 @@ def is_installed() -> bool:
     """True if the DSL is installed, so that kernels can be built."""
     try:
         return importlib.util.find_spec("cutlass") is not None
-    except (ImportError, ValueError):  # the latter of a module that was made by hand
+    except (ImportError, ValueError):  # ValueError: the module was made by hand
         return False
 
 
@@ -101,7 +101,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     @staticmethod
     def _execute(loader: Any, module: Any) -> None:
-        del loader.exec_module  # its class's is left
+        del loader.exec_module  # the class's method remains
         vars(module)["__builtins__"] = _NAMES
         loader.exec_module(module)
 

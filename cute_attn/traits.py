@@ -409,7 +409,7 @@ class Traits:
 
     @property
     def row_alignment(self) -> int:
-        """Number of elements of which row starts and head dims are multiples."""
+        """Row starts and head dims are multiples of this number of elements."""
         return self.alignment or head_dim_multiple(self.dtype)
 
     @property

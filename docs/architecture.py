@@ -42,13 +42,13 @@ CAPTIONS = {
 """Folder or module -> what it holds, from the top of the picture down."""
 
 WIDTH, HEIGHT, GAP, STEP = 2.3, 0.56, 0.4, 0.95
-"""Of a box, between boxes of a row, and from row to row."""
+"""Size of a box; gap between the boxes of a row; distance from row to row."""
 
 Imports = dict[str, list[str]]
 
 
 def box_of(module: str) -> str | None:
-    """The box that a dotted name lies in, None for what has none: other packages, and this one's ``__init__``."""
+    """The box that contains a dotted name; None for other packages and for this one's ``__init__``."""
     package, _, rest = module.partition(".")
     if package == "layouts":
         return package
@@ -74,7 +74,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def imports() -> Imports:
-    """What each box imports, today."""
+    """The current imports of each box."""
     found: dict[str, set[str]] = {box: set() for box in boxes()}
     for path in (*ROOT.glob("cute_attn/**/*.py"), *ROOT.glob("layouts/**/*.py")):
         box = box_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -103,7 +103,7 @@ def arrows(graph: Imports) -> list[tuple[str, str]]:
 
 
 def rows(graph: Imports) -> list[list[str]]:
-    """The boxes of each level, from the top one down, each near what it is connected to.
+    """The boxes of each level, from top to bottom, each near the boxes that it is connected to.
 
     An arrow that passes a level has a place ``FROM..TO`` there, so that no box lies on it.
     """

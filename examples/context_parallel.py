@@ -86,7 +86,7 @@ def in_parallel(mesh: DeviceMesh, tensors: list[Tensor], repeats: int) -> tuple[
 
 
 def milliseconds(step: Callable[[], Any]) -> float:
-    """Of one step, on all GPUs."""
+    """Milliseconds of one step on all GPUs."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     dist.barrier()
     torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def milliseconds(step: Callable[[], Any]) -> float:
 
 
 def errors(found: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
-    """Root mean square of the difference, as a share of the exact values'."""
+    """Root mean square of the difference, relative to the exact values."""
     pairs = zip(NAMES, found, exact, strict=True)
     return {name: float((a.float() - b).norm() / b.norm()) for name, a, b in pairs}
 
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
                         sdpa_kernel(BACKENDS[backend]) if gpu else contextlib.nullcontext(),
                     ):
                         found, times = in_parallel(mesh, tensors, options.repeats if gpu else 0)
-                except RuntimeError as error:  # PyTorch's backend may not support it, on every process alike
+                except RuntimeError as error:  # PyTorch's backend may not support it; if so, no process does
                     row["failed"] = str(error).splitlines()[0]
                     continue
                 row |= {"errors": errors(found, exact), "ms": statistics.median(times) if times else None}

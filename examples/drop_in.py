@@ -54,7 +54,7 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """From noisy latents (batch, 4, size, size) and a condition (batch, width) to the noise."""
+    """Predicts the noise from noisy latents (batch, 4, size, size) and a condition (batch, width)."""
 
     def __init__(self, width: int, heads: int, depth: int, size: int) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ CASES: dict[str, Callable[[bool], Case]] = {
 
 
 def seconds(step: Callable[[], Any], repeats: int) -> float:
-    """Of a step, the median."""
+    """Median time of a step."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     times = []
     step()

@@ -24,7 +24,7 @@ REACH, NHEADS, HEAD_DIM = 7, 8, 64
 
 
 def packed(sizes: list[tuple[int, int]], device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each patch its image, row and column; images of (rows, columns) patches follow each other."""
+    """The image, row and column of each patch; images of (rows, columns) patches follow each other."""
     image = [torch.full((rows * columns,), i) for i, (rows, columns) in enumerate(sizes)]
     place = [torch.cartesian_prod(torch.arange(rows), torch.arange(columns)) for rows, columns in sizes]
     return torch.cat(image).to(device), *torch.cat(place).to(device).unbind(1)
@@ -49,7 +49,7 @@ def neighbourhood(image: Tensor, row: Tensor, column: Tensor) -> tuple[Callable[
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 20) -> float:
-    """Of one run on the GPU, after one that compiles."""
+    """Milliseconds of one run on the GPU, after a run that compiles."""
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

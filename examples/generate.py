@@ -11,7 +11,7 @@ lengths, tables of pages and tokens are tensors that it reads at each replay. Th
 
 With ``--latent``, as DeepSeek's models decode, all query heads read one key head of 512 latent columns and 64 rotated
 ones. The latent columns are also the values, so the cache has keys only: values are a view of them. The projections of
-the latent columns to each head are part of those of q and of the output.
+the latent columns to each head are included in the projections of q and of the output.
 
 Plain torch then computes the logits of the whole text without a cache, in float32. Each token has to be its most
 likely one, or as likely as that up to rounding.
@@ -124,7 +124,7 @@ class PagedCache:
 
     @staticmethod
     def make(model: Llama, batch: int, rows: int, page: int, device: str, dtype: torch.dtype) -> "PagedCache":
-        """For sequences of up to ``rows`` rows. Pages are handed out in a random order."""
+        """A cache for sequences of up to ``rows`` rows. Pages are handed out in a random order."""
         per_sequence = -(-rows // page)
         pages = batch * per_sequence
         block = model.blocks[0]
@@ -170,7 +170,7 @@ class Generator:
 
         The call can rotate a row's first columns. Latent attention's last ones are rotated before it.
 
-        positions: those of the new rows, as q without heads and columns.
+        positions: positions of the new rows, shaped like q without heads and columns.
         """
         cache, (cos, sin) = self.cache, self.rotary
         if self.model.latent:
@@ -193,7 +193,7 @@ class Generator:
         return out
 
     def prefill(self, prompts: list[Tensor]) -> None:
-        """All prompts as one packed sequence of queries and new keys."""
+        """Process all prompts as one packed sequence of queries and new keys."""
         counts = [len(prompt) for prompt in prompts]
         self.cache.reserve(counts)
         ends = torch.tensor([0, *counts], device=self.tokens.device).cumsum(0).to(torch.int32)
@@ -204,7 +204,7 @@ class Generator:
         self.cache.lengths += ends.diff()
 
     def step(self) -> None:
-        """One token more for each sequence. Reads and writes tensors of the device alone."""
+        """Decode one more token of each sequence. Reads and writes only tensors on the device."""
         positions = self.cache.lengths.unsqueeze(1)
         logits = self.model(self.tokens.unsqueeze(1), lambda *given: self.attend(*given, positions))
         self.tokens.copy_(logits[:, 0].argmax(-1))

@@ -30,7 +30,7 @@ def bucket(distance: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """A layer with such a table, (heads, buckets)."""
+    """A layer with a table of biases, (heads, buckets)."""
 
     def __init__(self, flex: Callable[..., Any]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Attention(nn.Module):
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Callable[..., Tensor], mask: Any) -> Tensor:
-    """The same with a bias (heads, queries, keys) in memory."""
+    """The same attention with a bias (heads, queries, keys) in memory."""
     heads, queries, keys = (torch.arange(n) for n in (*q.shape[1:3], k.shape[2]))
     at = (heads[:, None, None], queries[:, None], keys)
     seen = mask.mask_mod(0, *at)

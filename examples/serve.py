@@ -44,7 +44,7 @@ SCRATCH = 0
 
 @dataclass
 class Request:
-    """A prompt, and what became of it.
+    """A prompt and its progress.
 
     Attributes:
         wanted: tokens to generate.
@@ -107,7 +107,7 @@ class Server:
         return self.model(tokens, attend)
 
     def decode(self) -> None:
-        """One token more in each slot that decodes. Reads and writes tensors of the device alone."""
+        """Decode one more token in each slot that decodes. Reads and writes only tensors on the device."""
         self.tokens.copy_(self.logits(self.tokens.unsqueeze(1))[:, 0].argmax(-1))
         self.lengths += self.decodes
 
@@ -151,7 +151,7 @@ class Server:
         self.tables[slot], self.lengths[slot], self.decodes[slot] = SCRATCH, 0, 0
 
     def step(self) -> None:
-        """One iteration, and its tokens to their requests."""
+        """Run one iteration, and append its tokens to their requests."""
         prefills = any(r is not None and not r.decodes for r in self.running)
         rows, budget = [], self.chunk - sum(r is not None and r.decodes for r in self.running)
         for request in self.running:
@@ -177,7 +177,7 @@ class Server:
                 self.release(slot, request)
 
     def serve(self, requests: list[Request]) -> float:
-        """All requests to their ends; returns seconds. They are in the order of their arrivals."""
+        """Serve all requests, in the order of their arrivals; returns seconds."""
         coming, waiting, iteration, start = deque(requests), deque[Request](), 0, time.perf_counter()
         while coming or waiting or any(self.running):
             while coming and coming[0].arrival <= iteration:

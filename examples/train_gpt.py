@@ -22,7 +22,7 @@ from cute_attn import attention
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"width": (512, 128), "seqlen": (512, 128), "batch": (16, 2)}
-"""On a GPU and on the CPU, where attention is the definition in plain torch."""
+"""Sizes on a GPU and on the CPU, where the definition in plain torch computes attention."""
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """Causal attention: q, k, v (batch, seqlen, heads, dim) and a dropout probability -> the output."""
 
@@ -110,7 +110,7 @@ def train(name: str, attend: Attend, options: argparse.Namespace) -> list[float]
 
 
 def plot(losses: dict[str, list[float]], path: Path) -> None:
-    """Both losses, and below their difference."""
+    """Draw both losses, and their difference below."""
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(3, 1))

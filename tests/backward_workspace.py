@@ -1,4 +1,4 @@
-"""What the backward's preprocess and convert write, in plain torch, from the arguments of their launches.
+"""Results of the backward's preprocess and convert in plain torch, from the arguments of their launches.
 
 The convert here reads dQ's accumulators row by row; kernels have another order within a query block.
 """
@@ -11,7 +11,7 @@ from cute_attn.tiles import padded
 
 
 def sequences(traits, tile, seqlens, q):
-    """For each batch: its slices of q's and k's rows, used and all, and its first row in the workspace."""
+    """For each batch: slices of q's and k's rows, used ones and all, and the first row in the workspace."""
     for b in range(q.shape[0] if seqlens.cu_seqlens_q is None else len(seqlens.cu_seqlens_q) - 1):
         rows = []
         for side in "qk":

@@ -1,4 +1,4 @@
-"""What a door makes of its arguments: the call that reaches the host, compared and not computed.
+"""Compares the calls that reach the host from a door, without computing them.
 
     flash_attn_func(q, k, v, causal=True, window_size=(2, 3)) == attention(q, k, v, causal=True, window=(2, 0))
 
@@ -17,15 +17,15 @@ from torch import Tensor
 from cute_attn.api import attention, kvcache, operators
 
 OURS = vars(attention) | {"attention_with_kvcache": kvcache.attention_with_kvcache, "torch": torch, "np": np}
-"""The names of a row beside a test's own."""
+"""Names for expressions in a row, in addition to the test's names."""
 
 
 class _Reached(Exception):
-    """Carries what came to the host past everything in between."""
+    """Carries the arguments that reached the host up to the test, as an exception."""
 
 
 def reached(function: Callable[[], Any]) -> tuple[Any, ...]:
-    """The host's function that ``function`` calls, by name, and its arguments, the first of which is the Call."""
+    """The host's function that ``function`` calls, by name, and its arguments; the first argument is the Call."""
 
     def stop(name: str) -> Callable[..., Any]:
         def reach(*arguments: Any, **named: Any) -> Any:
@@ -48,7 +48,7 @@ def reached(function: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def differences(theirs: Any, ours: Any, where: str = "") -> list[str]:
-    """Where two values differ; of tensors dtypes, shapes and elements count."""
+    """Paths at which two values differ; of tensors, dtypes, shapes and elements are compared."""
     if isinstance(theirs, Tensor) and isinstance(ours, Tensor):
         same = theirs.dtype == ours.dtype and torch.equal(theirs, ours)
         return [] if same else [f"{where}: {theirs!r} and {ours!r}"]
@@ -67,6 +67,6 @@ def each(text: str) -> pytest.MarkDecorator:
 
 
 def check(theirs: str, ours: str, names: dict[str, Any]) -> None:
-    """Both expressions of ``names`` reach the same function of the host with equal arguments."""
+    """Assert that both expressions, over ``names``, reach the same function of the host with equal arguments."""
     found = [reached(lambda source=source: eval(source, OURS | names)) for source in (theirs, ours)]
     assert not differences(*found)

@@ -252,5 +252,5 @@ FOR_EVERY_TILE = tuple(
     )
 )
 
-# Those of them that have gradients.
+# The cases above that have gradients.
 BACKWARD_CASES = tuple(case for case in CASES if not case.return_softmax)

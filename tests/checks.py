@@ -16,12 +16,12 @@ FORWARD, GRADIENT = 2.0, 3.0
 """How many times plain torch's error a kernel's may be."""
 
 CANCELLATION = 1e-5
-"""What float32 leaves of dP - D where a query sees one key and they are equal: numbers of about 10, added up."""
+"""Rounding of dP - D in float32 if a query sees one key, so that both are equal: numbers of about 10, added up."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest and root mean square difference from the exact result, over what is finite there."""
+    """Largest and root mean square difference from the exact result, over the elements that are finite there."""
 
     largest: float
     rms: float
@@ -51,7 +51,7 @@ def check(
     """Assert that the error of ``actual`` is within the limit, and print both errors.
 
     Args:
-        name: of what is checked, for the message.
+        name: name of the result, for the message.
         actual: what a kernel computed.
         exact: the same in float64.
         plain: the same by plain torch at the kernel's precision.
@@ -118,7 +118,7 @@ def check_forward(
 def check_backward(
     actual: Mapping[str, Tensor], exact: Mapping[str, Tensor], plain: Mapping[str, Tensor]
 ) -> None:
-    """Check gradients, each against that of its name.
+    """Check gradients, each against the reference of the same name.
 
     Args:
         actual: what kernels computed.

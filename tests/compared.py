@@ -10,7 +10,7 @@ from tests.tensors import randn
 
 
 def gradients(outputs: Tensor | Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of a weighted sum over the outputs, with weights that depend on their shapes alone, and 0 where they are inf."""
+    """Gradients of a sum of the outputs, with weights that depend only on their shapes and are 0 where they are inf."""
     outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     weights = [randn(*x.shape, seed=90 + i).to(x.dtype) for i, x in enumerate(outputs)]
     shown = [torch.where(x.detach().isfinite(), w, 0.0) for x, w in zip(outputs, weights, strict=True)]

@@ -1,6 +1,6 @@
 """The memory-efficient attention's dropout in plain Python integers, from PyTorch's and cuRAND's sources.
 
-Nothing here is shared with the package: it is what the package's masks are compared with.
+This file shares no code with the package, and is the reference for the package's masks.
 """
 
 import numpy as np
@@ -68,7 +68,7 @@ RUN = 32
 
 
 def skip(version: tuple[int, int], query: int, key: int, seqlen_k: int) -> int:
-    """How many words of a head are before a score's: a thread skips to its first key, and counts from there.
+    """Number of a head's words before a score's word: a thread skips to its first key, and counts from there.
 
     Up to 2.12 ``skipahead`` gets (query_start + thread_i) * num_keys + (iter_key_start + thread_start_j), of which
     query_start is uint32_t, and the others are int.
@@ -87,7 +87,7 @@ def keep_mask(
     seqlen_k: int,
     dropout_p: float,
 ) -> Tensor:
-    """Which scores a head keeps, (queries, keys)."""
+    """The scores of a head that are kept: (queries, keys)."""
     generator = Generator(seed, offset + first)
     words = [[generator.word_after(skip(version, q, k, seqlen_k)) for k in keys] for q in queries]
     uniform = np.array(words, dtype=np.uint32).astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)

@@ -10,7 +10,7 @@ Building all of them takes an hour and a half of two cores. The cover has, for e
 - of every Ampere forward and backward, built for the GPU it is named after, each feature that costs registers at each
   head dim of ``EVERYDAY``, several at once where the tile stays: ptxas spills on one target what it keeps on another.
 
-Spills and serialised wgmma depend on the tile, and on the registers that features take beside it. How many stages a
+Spills and serialised wgmma depend on the tile, and on the registers that features need in addition. How many stages a
 tile has, how many heads it packs or how it adds to dQ says where data lies, and takes next to none. Errors of one head
 dim or target with one feature, or of two features together, may be missed:
 ``pytest tests/cpu/test_defaults.py --every-default`` builds all defaults.
@@ -105,7 +105,7 @@ FURTHER = [
     "append-sm90-fp32-d128-rotary_halves-rotate_q",
     "combine_stream_k-sm90-fp32-d128-causal-seqused_k",
     "combine-sm90-bf16-d59-aligned_1",
-    # In place of several kernels with one of these features each.
+    # These replace several kernels, each with one of the features.
     "jvp-sm80-bf16-d64-window-softcap-alibi-bias_bf16-sinks_bf16-dropout_mem_efficient-varlen-seqused_k",
     "jvp-sm80-fp16-d128-causal-softcap-alibi-bias_fp32-dropout-varlen-seqused_k",
     "forward-sm80-bf16-d64-causal-sinks_bf16-dropout_mem_efficient",
@@ -116,7 +116,7 @@ FURTHER = [
 ]
 MULTIPROCESSORS = 132
 BY_CACHE = {
-    # Of Hopper: decoding and chunked prefill, with pages of 8.
+    # On Hopper: decoding and chunked prefill, with pages of 8.
     ("kvcache-sm90-bf16", (1, 65536, 4, 0)): ("d128-seqused_k-split_stream_k",),
     ("kvcache-sm90-bf16", (1, 65536, 8, 8)): (
         "d128-causal-seqused_k-paged-leftpad-split_stream_k",
@@ -135,7 +135,7 @@ BY_CACHE = {
     ("kvcache-sm90-bf16", (512, 65536, 4, 8)): (
         "d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k",
     ),
-    # Of Ampere: rows that start anywhere, and fp32.
+    # On Ampere: rows that start anywhere, and fp32.
     ("kvcache-sm80", (1, 65536, 4, 3)): (
         "bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1",
         "fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
@@ -188,7 +188,7 @@ BY_LENGTHS = {
     ("forward-sm80-bf16", DECODE): ("d64", "d128"),
     ("forward-sm80-bf16", DECODE_FEW): ("d128-window-softcap-alibi-varlen-seqused_k",),
 }
-"""As ``BY_CACHE`` of other kernels."""
+"""Tiles by lengths, like ``BY_CACHE`` for kernels with a cache."""
 
 STORAGE = (
     *("num_stages", "num_stages_q", "num_stages_do", "num_stages_ds", "stages_q", "stages_do"),
@@ -198,7 +198,7 @@ STORAGE = (
 ATTENDS = ("forward", "backward", "kvcache")
 """Operations of kernels with products of matrices."""
 AMPERE_TARGETS = ("sm80", "sm86", "sm90", "sm100", "sm120")
-"""What Ampere kernels are built for. sm89 is left out: it has sm86's registers and shared memory."""
+"""Targets of Ampere kernels, except sm89, which has sm86's registers and shared memory."""
 BLACKWELL = {
     "sm100": (
         "forward-sm80-bf16-d128-causal-dropout",
@@ -234,7 +234,7 @@ EVERYDAY = tuple(
 
 
 def every() -> list[Default]:
-    """All of ``representative()``, and the Ampere kernels among them for each of ``AMPERE_TARGETS``."""
+    """All kernels of ``representative()``, and the Ampere ones for each of ``AMPERE_TARGETS``."""
     return list(dict.fromkeys(one for default in representative() for one in _on_targets(default)))
 
 
@@ -252,7 +252,7 @@ def representative() -> list[Default]:
 
 
 def _by_lengths(table: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]) -> Iterator[Default]:
-    """For the generation that each kernel is named after."""
+    """Kernels by lengths, each for the generation that it is named after."""
     for (start, lengths), names in table.items():
         for rest in names:
             traits = Traits.parse(f"{start}-{rest}")
@@ -260,7 +260,7 @@ def _by_lengths(table: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]) -> It
 
 
 def _on_targets(default: Default) -> Iterator[Default]:
-    """It, and if it is an Ampere kernel the same for the other targets."""
+    """The kernel itself, and an Ampere kernel also for each other target."""
     yield default
     if default.traits.arch == "sm80":
         for target in AMPERE_TARGETS:
@@ -282,7 +282,7 @@ def covering(
 ) -> list[Item]:
     """Items that have all demands of all items, in their order, chosen by how many more they have for their cost.
 
-    Of equals, the one with the most demands. None of them but those of ``always`` has only demands of the others.
+    Of equals, the one with the most demands is chosen. Each item except ``always`` has a demand that no other one has.
     """
     pool = list(items)
     chosen = [i for i, item in enumerate(pool) if item in always]
@@ -302,7 +302,7 @@ def covering(
 
 @functools.cache
 def demands(default: Default) -> frozenset[Hashable]:
-    """What a kernel covers: its tile, its target and each of its traits."""
+    """Demands that a kernel covers: its tile, its target and each of its traits."""
     traits, tile, kernel = default.traits, asdict(default.kernel.tile), _kind(default)
     values: dict[str, Hashable] = {field.name: getattr(traits, field.name) for field in fields(traits)}
     values |= {name: tile[name] for name in STORAGE if name in tile}
@@ -322,7 +322,7 @@ def _kind(default: Default) -> tuple[str, str]:
 
 
 def _costly_features(default: Default) -> Iterator[str]:
-    """What takes registers beside the scores, of an Ampere kernel for its own generation."""
+    """Features that need registers in addition to the scores, of an Ampere kernel for the generation in its name."""
     traits = default.traits
     attends = traits.op in ("forward", "backward") and traits.dtype == "bf16"
     if default.target == traits.arch == "sm80" and attends and traits.head_dim in EVERYDAY_DIMS:

@@ -19,7 +19,7 @@ COLUMNS = ("index", "batch", "head", "m_block", "begin", "end", "whole", "partia
 
 @cute.jit
 def divide(tensors: tuple, lane: Int32, mask: Constexpr, overhead: Constexpr):
-    """Every CTA's ``TileRange``s, and every work tile's first and last stream-K range; lane 0 writes them.
+    """Write every CTA's ``TileRange``s, and every work tile's first and last stream-K range; lane 0 writes.
 
     tensors: starts of queries, used keys, numbers, ranges and work tiles. numbers: heads, CTAs, window; and as results
     the number of ``TileRange``s, the line's length and its ranges.
@@ -60,7 +60,7 @@ def divide(tensors: tuple, lane: Int32, mask: Constexpr, overhead: Constexpr):
 
 @cute.jit
 def divide_by_a_thread(tensors: tuple, mask: Constexpr, overhead: Constexpr):
-    """On the host, where a thread has the terms of all lanes."""
+    """Divide on the host, where one thread holds the terms of all lanes."""
     divide(tensors, Int32(0), mask, overhead)
 
 
@@ -71,7 +71,7 @@ def warp(tensors: tuple, mask: Constexpr, overhead: Constexpr):
 
 @cute.jit
 def divide_by_a_warp(tensors: tuple, mask: Constexpr, overhead: Constexpr, stream: cuda.CUstream):
-    """On the device, by one warp."""
+    """Divide on the device, by one warp."""
     warp(tensors, mask, overhead).launch(grid=[1, 1, 1], block=[32, 1, 1], stream=stream)
 
 
@@ -147,7 +147,7 @@ class Line:
         self.check_partials()
 
     def ranges_by_definition(self):
-        """All, or those that cut work tiles alike, of sequences that are equally long on the line."""
+        """Number of ranges by definition: all, or fewer that cut equally, if sequences are equally long on the line."""
         positions = [0] * self.batch
         for (b, head, _), blocks in self.tiles.items():
             positions[b] += (max(blocks, 1) + self.overhead) * (head == 0)
@@ -165,7 +165,7 @@ class Line:
         return min(self.ctas, self.length)
 
     def check_blocks(self):
-        """Every key block is in one range; a work tile without keys is in one as well."""
+        """Assert that every key block is in one range; a work tile without keys is in one range as well."""
         for tile, blocks in self.tiles.items():
             found = sorted((s["begin"], s["end"]) for s in self.of(tile))
             seen = [block for begin, end in found for block in range(begin, end)]
@@ -186,7 +186,7 @@ class Line:
             assert blocks == sizes
 
     def check_partials(self):
-        """At most two per range, none twice, and those that the combine kernel looks for."""
+        """Assert that a range has at most two partial results, none twice, and that combine looks for the same ones."""
         partials = [s for s in self.ranges if not s["whole"] and s["begin"] < s["end"]]
         indices = [s["partial"] for s in partials]
         assert len(set(indices)) == len(indices) and all(s["partial"] // 2 == s["index"] for s in partials)

@@ -1,4 +1,4 @@
-"""Every door with what it may be given: a table for tests that ask the same of all of them."""
+"""All doors and the arguments that each accepts, for tests that apply to every door."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 class Sizes(NamedTuple):
-    """Of a call. A mask's tables have TABLE elements a head."""
+    """Sizes of a call. A mask's tables have TABLE elements per head."""
 
     batch: int = 2
     seqlen_q: int = 16
@@ -35,12 +35,12 @@ EMPTY = {
 
 
 class Door(NamedTuple):
-    """One way to call attention.
+    """A function that computes attention, with a call of it.
 
     Attributes:
-        inputs: the call's tensors by name; those that are learnt require a gradient.
+        inputs: the call's tensors by name; the learnt ones require a gradient.
         call: its results, a tensor or a tuple of them.
-        declines: of ``EMPTY`` what is refused.
+        declines: the cases of ``EMPTY`` that it refuses.
     """
 
     inputs: Callable[[Sizes], dict[str, Any]]
@@ -61,7 +61,7 @@ def _batch(s: Sizes) -> dict[str, Any]:
 
 
 def _odd(s: Sizes) -> dict[str, Any]:
-    """Of a head dim that kernels do not read."""
+    """Sizes with a head dim that kernels cannot read in place."""
     return _batch(s._replace(head_dim=s.head_dim - 4))
 
 
@@ -150,7 +150,7 @@ def _cached_with_lse(**given: Any) -> Any:
 
 
 NO_CACHE = ("no key", "no head", "nothing")
-"""What calls with a cache decline."""
+"""Empty calls that doors with a cache decline."""
 
 DOORS = {
     "attention": Door(_batch, with_lse),
@@ -204,7 +204,7 @@ DOORS = {
         _cache, lambda **a: flash_attn.flash_attn_with_kvcache(**a, return_softmax_lse=True), NO_CACHE
     ),
 }  # fmt: skip
-"""On tensors of any device."""
+"""All doors by name, for tensors on any device."""
 
 
 def _efficient(**given: Any) -> Any:
@@ -235,7 +235,7 @@ def results(found: Any) -> tuple[Tensor, ...]:
 
 
 def given(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """A door's inputs on a device, with floating point as kernels read it; what a function captures in fp32."""
+    """A door's inputs on a device, with floats in a dtype of the kernels; captured tensors stay fp32."""
 
     def one(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -249,5 +249,5 @@ def given(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, 
 
 
 def leaves(inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """What requires a gradient."""
+    """The inputs that require a gradient."""
     return {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}

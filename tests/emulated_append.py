@@ -1,4 +1,4 @@
-"""The append kernel on the CPU: its own code, every thread of every CTA, behind the host code that launches it."""
+"""The append kernel on the CPU: its code, every thread of every CTA, behind the host code that launches it."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tests import machine
 
 @cute.jit
 def append(given: tuple, kernel: Constexpr):
-    """Every CTA and thread, one after the other; also CTAs beyond the grid's second extent."""
+    """Run every CTA and thread, one after the other, including CTAs beyond the grid's second extent."""
     mKcache, mVcache, tables, new, angles, queries = given
     key_rows = KeyRows.make(mKcache, tables)
     vectors: Constexpr = 1024
@@ -43,12 +43,12 @@ def compiled(traits: Traits):
 
 
 def launched(kernel: AppendKv, target: str):
-    """In a launch's place: runs it on the CPU; tensors are checked against the kernel's fakes."""
+    """Replaces a launch: runs the kernel on the CPU, and checks the tensors against the kernel's fakes."""
     function, fakes = compiled(kernel.traits)
     return lambda given: function(emulate._values(fakes, tuple(vars(given).values())))
 
 
 def patch(monkeypatch) -> None:
-    """Launches on CUDA take CPU tensors, in fp16, and run the append kernel on the CPU."""
+    """CUDA launches accept CPU tensors, in fp16, and run the append kernel on the CPU."""
     machine.device(monkeypatch)
     machine.kernels(monkeypatch, launched)

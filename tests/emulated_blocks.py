@@ -1,4 +1,4 @@
-"""The kernels that make block masks, run on the CPU: their device code, of warps of one lane."""
+"""The kernels that make block masks on the CPU: their device code, with warps of one lane."""
 
 import cutlass
 import torch
@@ -39,7 +39,7 @@ def dynamic(x):
 
 
 class ByBounds(BlockKinds):
-    """Calls the blocks partial that bounds do not decide."""
+    """Replaces the evaluation of elements: blocks that bounds do not decide count as partial."""
 
     def evaluate(self, *block):
         return cutlass.Boolean(True), cutlass.Boolean(True)
@@ -47,7 +47,7 @@ class ByBounds(BlockKinds):
 
 @cute.jit
 def _find(kernel: Constexpr, lengths: Constexpr, kinds: cute.Tensor, captured):
-    """All CTAs of one warp and thread each, two of a block of queries."""
+    """Run all CTAs, of one warp and one thread each; two CTAs share a block of queries."""
     batch, nheads, rows, _ = kinds.shape
     nodes = kernel.predicate.of_queries
     values = tuple(
@@ -67,7 +67,7 @@ def _find(kernel: Constexpr, lengths: Constexpr, kinds: cute.Tensor, captured):
 
 
 def emulated_lists(kinds):
-    """Both directions' lists of a table of kinds, each as of ``BlockCounts``."""
+    """Lists of a table of kinds in both directions, each as ``BlockCounts`` makes them."""
     batch, nheads, rows, columns = kinds.shape
     kernel = ListBlocks(Traits("block_lists", "sm80", "bf16", LISTED_ROWS), BlockListsTile())
     lists = [
@@ -93,7 +93,7 @@ def _list(kernel: Constexpr, kinds: cute.Tensor, of_queries: tuple, of_keys: tup
 
 
 def emulated_visits(kinds, block_size, batch, seqlen_q, nheads, seqlen_k, nheads_kv):
-    """What :func:`cute_attn.host.block_masks.block_lists` returns."""
+    """The result of :func:`cute_attn.host.block_masks.block_lists`."""
     kernel = ListVisits(Traits("block_visits", "sm80", "bf16", LISTED_ROWS), BlockListsTile())
     rows, columns = (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
     shapes = ((rows, 2), (rows, columns), (columns, 2), (columns, rows))

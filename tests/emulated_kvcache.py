@@ -1,4 +1,4 @@
-"""The launches of attention_with_kvcache on the CPU: append by its own code, attention and merging by the definition.
+"""The launches of attention_with_kvcache on the CPU: append by the kernel's code, attention and merging by definition.
 
 Attention is computed from the very arguments that the kernel would get, and these are checked against its fakes.
 """
@@ -19,7 +19,7 @@ PROCESSORS = 4
 
 
 def check_arguments(fake, given, where="arguments"):
-    """As a compiled kernel checks what it gets: nothing where it was compiled with nothing, and only there."""
+    """Check arguments like a compiled kernel: an argument is None if, and only if, it was None at compile time."""
     assert (fake is None) == (given is None), f"{where} is {given!r}, compiled with {fake!r}"
     if isinstance(fake, tuple):
         for i, (x, y) in enumerate(zip(fake, given, strict=True)):
@@ -37,7 +37,7 @@ def entries(packed, starts, capacity):
 
 
 def attend(kernel, given):
-    """What the kvcache kernel of some traits writes; of fixed splits, the first has all keys."""
+    """Write the results of the kvcache kernel; of fixed splits, the first one has all keys."""
     traits, seqlens, score_args, partials = kernel.traits, given.seqlens, given.score_args, given.partials
     assert given.schedule[1] == PROCESSORS and given.mK.shape[1] > 0
     k, v, (table, batch_idx) = given.mK, given.mV, given.tables or (None, None)
@@ -81,21 +81,21 @@ def attend(kernel, given):
 
 
 def merge(kernel, given):
-    """What the combine kernel writes."""
+    """Write the results of the combine kernel."""
     found, found_lse = ref.merge(given.mOpartial, given.mLSEpartial, given.mSinks)
     given.mO.copy_(found[..., : given.mO.shape[-1]])
     given.mLSE.copy_(found_lse)
 
 
 def combine_stream_k(kernel, given):
-    """All results are whole here."""
+    """Check the arguments. Here no work tile is divided, so there is nothing to merge."""
     assert (given.mSinks is not None) == bool(kernel.traits.sinks)
     assert 2 * given.kernel_ctas == given.partials.out.shape[0] and given.mO.shape[-2] % given.nheads_kv == 0
     assert (given.seqlens.cu_seqlens_q is not None) == kernel.traits.varlen
 
 
 def patch(monkeypatch, gpu: bool = False) -> list:
-    """Launches on CUDA take CPU tensors; returns the kvcache kernels that were chosen. gpu: they go by records too."""
+    """CUDA launches accept CPU tensors; returns the chosen kvcache kernels. gpu: calls use records too."""
     chosen = []
 
     def launched(kernel, target):

@@ -24,7 +24,7 @@ def export(folder: Path):
 
 
 def build_example(kernels: Path, build: Path) -> Path:
-    """The example's program; skips where there is no CMake, or no CUDA toolkit that it finds."""
+    """Build the example's program; skips without CMake, or without a CUDA toolkit that CMake finds."""
     if shutil.which("cmake") is None:
         pytest.skip("no cmake")
     ffi = subprocess.run(

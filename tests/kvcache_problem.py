@@ -1,4 +1,4 @@
-"""Calls of attention with a cache: their tensors, and what is expected of them."""
+"""Calls of attention with a cache: their tensors and expected results."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ class Case:
 
     lengths: tuple[int, ...]  # before the append
     new: tuple[int, ...] = ()  # rows to append, none without
-    queries: tuple[int, ...] = ()  # by default one each
+    queries: tuple[int, ...] = ()  # by default one per sequence
     capacity: int = 24
     page: int = 0  # rows of a page; 0: contiguous
     batch_idx: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Case:
     alibi: str = ""  # "heads" or "batch"
     sinks: bool = False
     tree: bool = False
-    functions: bool = False  # of all inputs: score_mod and mask_mod
+    functions: bool = False  # score_mod and mask_mod that read all inputs
 
     @property
     def batch(self) -> int:
@@ -186,14 +186,14 @@ class Problem:
         self.added = randn(*shape).float() if case.functions else None
 
     def share(self) -> "Problem":
-        """The same problem with latent values: the first columns of the keys, in their memory."""
+        """The same problem with latent values, which are the first columns of the keys, in the same memory."""
         columns = self.case.dims[1]
         self.v = self.k[..., :columns]
         self.new = self.new and [self.new[0], self.new[0][..., :columns]]
         return self
 
     def apart(self) -> "Problem":
-        """The same problem with values in memory of their own."""
+        """The same problem with values in separate memory."""
         self.v, self.new = self.v.clone(), self.new and [x.clone() for x in self.new]
         return self
 
@@ -201,7 +201,7 @@ class Problem:
         return torch.tensor(values, dtype=torch.int32, device=self.device) if values else None
 
     def to(self, device: str) -> "Problem":
-        """The same problem, moved there."""
+        """The same problem on another device."""
         self.device = device
         for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes", "sinks", "tree", "added"):
             value = getattr(self, name)
@@ -220,7 +220,7 @@ class Problem:
         return ref.Cache(self.k, self.v, self.table, self.int32(self.case.batch_idx))
 
     def append(self) -> Call:
-        """The append alone."""
+        """Only the append."""
         cache, new, rotary = self.cache, self.new or (None, None), self.rotary
         cu_new = self.cu_new if self.new else None
         angles = (None, None, None) if rotary is None else (rotary.cos, rotary.sin, rotary.seqlens)
@@ -229,11 +229,11 @@ class Problem:
         return Call.of(APPEND, (cache.k, cache.v, *new, lengths, *tables, cu_new, *angles, interleaved))
 
     def append_arguments(self) -> dict[str, Any]:
-        """Of ``append_kv``."""
+        """Arguments of ``append_kv``."""
         return dict(zip(APPEND, self.append().values(APPEND), strict=True))
 
     def options(self) -> dict[str, Any]:
-        """What attention_with_kvcache takes beside q and the caches."""
+        """Arguments of attention_with_kvcache other than q and the caches."""
         case, given = self.case, self.append_arguments()
         del given["k_cache"], given["v_cache"]
         window = tuple(None if bound == UNBOUNDED else bound for bound in case.window)
@@ -260,14 +260,14 @@ class Problem:
         }
 
     def epilogues(self) -> dict[str, tuple]:
-        """What the functions are traced as, with its tensors."""
+        """The traced functions as epilogues, with their tensors."""
         if not self.case.functions:
             return {}
         name, tensors = epilogue_of(*self.functions().values())
         return {name: tensors}
 
     def place(self, b: int, row: int) -> tuple[int, int]:
-        """Where a row of sequence b is, and so the definition's arithmetic once more."""
+        """Index of a row of sequence b in the cache, computed once more from the definition."""
         entry = self.case.batch_idx[b] if self.case.batch_idx else b
         if self.table is None:
             return entry, row
@@ -284,7 +284,7 @@ class Problem:
                     self.k[page, row], self.v[page, row] = math.nan, math.inf
 
     def run(self):
-        """By the definition: the cache after it, out and lse."""
+        """Results by definition: the cache after the call, out and lse."""
         case = self.case
         lengths, q = self.int32(case.lengths), self.q
         total = lengths
@@ -370,7 +370,7 @@ class Problem:
         return zip(*found, strict=True)
 
     def seen_in_tree(self, b: int, queries: int, keys: int) -> torch.Tensor:
-        """(1, 1, queries, keys): whether a query sees a key; the last keys are the queries' own."""
+        """(1, 1, queries, keys): whether a query sees a key; the last keys are at the queries' positions."""
         first = sum((self.case.queries or (1,) * self.case.batch)[:b])
         seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
         for query, draft in itertools.product(range(queries), range(max(queries - keys, 0), queries)):

@@ -1,4 +1,4 @@
-"""A machine with a GPU, where there is none: calls go the way of CUDA tensors up to the launch, with CPU tensors.
+"""Calls take the code path of a GPU up to the launch, on CPU tensors and without a GPU.
 
 ``device`` answers what a call asks the machine: its GPU, counters, how many multiprocessors, L2. ``kernels`` stands for
 the compiler: what a kernel's launch runs is a function of the test. ``gpu`` does both at every door. ``poison`` fills
@@ -25,11 +25,11 @@ from cute_attn.sdpa import operators as sdpa_operators
 MULTIPROCESSORS = 132
 L2_BYTES = 50 << 20
 COUNTERS = torch.zeros(4, dtype=torch.int32)
-"""By which persistent kernels claim work tiles; none does here."""
+"""Counters from which persistent kernels would claim work tiles; unused here."""
 
 
 class Compiled(NamedTuple):
-    """What the compiler returns, as far as a launch looks at it."""
+    """A compiled kernel, as far as a launch uses it."""
 
     function: Callable[..., object]
     kernel: Any
@@ -43,7 +43,7 @@ class Compiled(NamedTuple):
 
 
 class Generator:
-    """What is used of a CUDA generator."""
+    """The attributes of a CUDA generator that the package uses."""
 
     def __init__(self, seed: int, offset: int) -> None:
         self.seed, self.offset = seed, offset
@@ -62,11 +62,11 @@ class Generator:
 def device(
     patch: pytest.MonkeyPatch, multiprocessors: int = MULTIPROCESSORS, schedule: Any = None, target: str = ""
 ) -> None:
-    """CPU tensors lie on the current GPU, of so many multiprocessors, for which no call has a plan yet.
+    """CPU tensors seem to be on the current GPU, which has this many multiprocessors; no call has a plan yet.
 
     Args:
-        schedule: what a launch that claims work tiles gets; by default ``COUNTERS`` and the multiprocessors.
-        target: the GPU; by default any kernel's own generation.
+        schedule: argument of launches that claim work tiles; by default ``COUNTERS`` and the multiprocessors.
+        target: the GPU; by default the generation of each kernel.
     """
     found = (COUNTERS, multiprocessors) if schedule is None else schedule
     patch.setattr(counters, "schedule", lambda device: found)
@@ -81,17 +81,17 @@ def device(
 
 
 def forget_plans(patch: pytest.MonkeyPatch) -> None:
-    """Calls are planned anew."""
+    """Drop all plans, so that calls are planned anew."""
     for known in plans.STORES:
         patch.setattr(plans, known, {})
 
 
 Run = Callable[[SimpleNamespace], object]
-"""What a kernel's launch runs: a function of the launch's arguments, by their names."""
+"""Function that a kernel's launch runs; its argument has the launch's arguments by name."""
 
 
 def compiled(kernel: Any, run: Run, prepared: bool = False) -> Compiled:
-    """What the compiler returns for a kernel. prepared: as a function of TVM FFI, which records repeat."""
+    """The compiler's result for a kernel. prepared: as a TVM FFI function, whose launches can be recorded."""
     names = parameters(type(kernel))
 
     def launch(*given: Any) -> None:
@@ -125,7 +125,7 @@ def kernels(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run], prep
 
 
 def poison(patch: pytest.MonkeyPatch) -> None:
-    """New memory holds NaN, or -1 where numbers are whole."""
+    """Fill new memory with NaN, or with -1 for integers."""
 
     def poisoned(like: torch.Tensor, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         filling = math.nan if dtype.is_floating_point else -1
@@ -169,13 +169,13 @@ def launches() -> Iterator[tuple[pytest.MonkeyPatch, dict[str, tuple[Any, str]]]
 
 
 def _checked_plan(call: Any) -> Any:
-    """Of a call with a cache; the dispatcher would call the definition for CPU tensors."""
+    """Plan a call with a cache; for CPU tensors the dispatcher would call the definition."""
     kvcache.check_attention(call)
     return split_kv.plan_for(call)
 
 
 def as_torch(x: Any) -> Any:
-    """What TVM FFI gives a function, as torch's tensors and tuples."""
+    """Convert a TVM FFI function's arguments to torch's tensors and to tuples."""
     if isinstance(x, tvm_ffi.Tensor):
         return torch.from_dlpack(x)
     return tuple(map(as_torch, x)) if isinstance(x, tvm_ffi.Array) else x

@@ -1,4 +1,4 @@
-"""Pairs of tiles of which bench/history.md says which is faster on an H200, to hold the static rank against."""
+"""Pairs of tiles with the faster one on an H200, from bench/history.md, for checking the static rank."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A CTA of the combine kernel on the CPU: its own code, all threads through one step after the other."""
+"""A CTA of the combine kernel on the CPU: its code, all threads through one step after the other."""
 
 import cutlass
 from cutlass import Constexpr, Float32, cute
@@ -14,7 +14,7 @@ def merge_rows(
     mLSE: cute.Tensor,
     mSinks: cute.Tensor | None,
 ):
-    """As its barriers order them. at: from a thread to what it works on; memory: for shared memory."""
+    """Run all threads between barriers. at: from a thread to its rows; memory: replaces shared memory."""
     threads: Constexpr = kernel.tile.num_threads(kernel.traits)
     shared, outs, lses = kernel.shared_memory(memory.iterator), partials[0].iterator, partials[1].iterator
     for thread in cutlass.range(threads, unroll=1):

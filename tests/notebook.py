@@ -28,7 +28,7 @@ def cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(notebook: dict[str, Any]) -> dict[str, Any]:
-    """The notebook with the outputs of its cells: what they print, and what their last expression shows."""
+    """The notebook with the outputs of its cells: printed text, and the value of the last expression."""
     done = copy.deepcopy(notebook)
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     for number, cell in enumerate(cells(done), 1):
@@ -55,7 +55,7 @@ def _value(source: str, name: str, namespace: dict[str, Any]) -> Any:
 
 
 def shown_as(value: Any) -> dict[str, Any]:
-    """What a notebook shows of a value, by MIME type."""
+    """The outputs that a notebook shows for a value, by MIME type."""
     if hasattr(value, "_repr_svg_"):
         return {"image/png": base64.b64encode(_png(value)).decode(), "text/plain": _lines(repr(value))}
     if hasattr(value, "_repr_html_"):

@@ -5,7 +5,7 @@ from cute_attn.traits import PADDED_TENSORS, aligned_head_dim
 
 
 def copy_rows(traits, given):
-    """What :class:`cute_attn.kernels.pad_rows.PadRows` of these traits does with such arguments."""
+    """Copy rows like :class:`cute_attn.kernels.pad_rows.PadRows` of these traits, from its launch's arguments."""
     which, cu_seqlens = given.which, given.mCuSeqlens
     dims = [getattr(traits, name) for name in PADDED_TENSORS[traits.op]]
     pads = traits.op.endswith("_pad")

@@ -100,7 +100,7 @@ class Case:
 
     @property
     def seen_by_window(self) -> int:
-        """The most keys that a query sees where a window bounds them, 0 where none does."""
+        """Maximum number of keys that a query sees through a window, 0 without a window."""
         left, right = self.window[0], 0 if self.causal else self.window[1]
         return 0 if left is None or right is None else left + right + 1
 
@@ -146,7 +146,7 @@ class Problem:
         return self._named(self._run(**options))
 
     def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same by the reference in ``dtype``; outputs have q's dtype unless that is less precise."""
+        """Results by the reference in ``dtype``; outputs have q's dtype unless that is less precise."""
         return self._named(self._widened(dtype)._define(dtype))
 
     def start(self, *, out: bool = True, lse: bool = False, seed: int = 1) -> "Start":
@@ -177,7 +177,7 @@ class Problem:
         return start.gradients_of(problem._run(**options)[:2], leaves)
 
     def expected_gradients(self, start: "Start", dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same through the reference in ``dtype``."""
+        """Gradients through the reference in ``dtype``."""
         problem, leaves = self._widened(dtype)._with_leaves()
         return start.gradients_of(problem._define(dtype)[:2], leaves)
 
@@ -187,7 +187,7 @@ class Problem:
         return replace(self, tensors=tuple(x.to(dtype) for x in self.tensors))  # type: ignore[arg-type]
 
     def _with_leaves(self, wanted: str = "") -> tuple["Problem", dict[str, Tensor]]:
-        """The same problem with tensors that require gradients, and these by name."""
+        """The problem with tensors that require gradients, and these tensors by name."""
         given = {"dq": self.tensors[0], "dk": self.tensors[1], "dv": self.tensors[2]}
         extra = {"dbias": self.inputs.bias, "dsinks": self.inputs.sinks}
         given |= {name: x for name, x in extra.items() if x is not None}
@@ -254,7 +254,7 @@ class Start:
     lse: Tensor | None
 
     def gradients_of(self, outputs: Any, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By autograd, named as their leaves."""
+        """Gradients by autograd, named like their leaves."""
         pairs = [(x, g) for x, g in zip(outputs, (self.out, self.lse), strict=True) if g is not None]
         starts, weights = [x for x, _ in pairs], [g.to(x.dtype) for x, g in pairs]
         if not any(x.requires_grad for x in starts):  # nothing was computed
@@ -263,7 +263,7 @@ class Start:
         return dict(zip(leaves, grads, strict=True))
 
     def of(self, batches: tuple[int, ...]) -> "Start":
-        """Those of some batches."""
+        """The gradients of some batches."""
         index = list(batches)
         return Start(*(None if x is None else x[index] for x in (self.out, self.lse)))
 

@@ -27,7 +27,7 @@ Done = subprocess.CompletedProcess[str]
 def run(*command: str, environment: Mapping[str, str] | None = None) -> Done:
     """``python *command``, where ``command`` is ``-m``, a module and arguments, or a script and arguments.
 
-    ``environment``: variables to set, beside this process's.
+    ``environment``: variables to set, in addition to this process's.
     """
     return run_at_once([command], environment or {})[0]
 
@@ -90,8 +90,8 @@ def _serve() -> None:
     with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):
         _run(
             "-m", "cute_attn", "list", "--json"
-        )  # what reads and writes a command's text is loaded by the first one
-    gc.freeze()  # what is loaded need not be copied when a child collects its own garbage
+        )  # the first command loads the modules that read and write a command's text
+    gc.freeze()  # so that a child's garbage collection does not copy loaded objects
     for line in sys.stdin:
         children = []
         for call in json.loads(line):

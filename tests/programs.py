@@ -10,7 +10,7 @@ from tests.processes import ROOT
 
 
 def load(name: str) -> ModuleType:
-    """An example as a module; what it registers stays registered."""
+    """Load an example as a module; its registrations stay."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
         assert spec is not None and spec.loader is not None

@@ -28,12 +28,12 @@ class _Exporter:
 def _jit_without_optimisation(
     compiler: Compiler, module: Any, opt_level: int = 2, shared_libs: Any = ()
 ) -> Any:
-    """Emulated code is not optimised: it runs once or a few times, for less time than that takes."""
+    """Compile emulated code without optimisation, which would take longer than the code runs."""
     return JIT(compiler, module, 0, shared_libs)
 
 
 def _no_source_locations(enable: bool) -> None:
-    """Finding the source line of each operation takes a fifth of a build, and no kernel has them.
+    """Skip the source line of each operation, which no kernel has: finding it takes a fifth of a build.
 
     With ``remarks{ptx}`` the DSL collects them as for debugging.
     """
@@ -52,7 +52,7 @@ def _as_it_is(argument: Any, **options: Any) -> Any:
 
 
 def apply(set_attribute: Callable[[Any, str, Any], Any] = setattr) -> None:
-    """Make the changes, with ``setattr`` or pytest's, which takes them back."""
+    """Make the changes by ``setattr``, or by pytest's, which undoes them."""
     set_attribute(dsl, "_set_enable_frame_filtering", _no_source_locations)
     set_attribute(op, "log", lambda: _Silent)
     set_attribute(op, "_pyir_auto_load_arg", _as_it_is)

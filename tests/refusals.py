@@ -15,7 +15,7 @@ import pytest
 import torch
 
 NAMES = {"math": math, "np": np, "torch": torch}
-"""What a row may use beside a test's own names."""
+"""Names for expressions in a row, in addition to the test's names."""
 
 
 def each(text: str) -> pytest.MarkDecorator:

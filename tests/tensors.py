@@ -19,12 +19,12 @@ def int32(*values):
 
 
 def dynamic(x):
-    """As an argument of any size, whose last dimension is contiguous; None stays."""
+    """A DSL argument of any size whose last dimension is contiguous; None stays."""
     return None if x is None else from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)
 
 
 def aligned(x):
-    """As :func:`dynamic`, and rows of numbers are aligned to 16 bytes as kernels' are."""
+    """Like :func:`dynamic`, with rows of numbers aligned to 16 bytes, as kernels require."""
     if x is None:
         return None
     given = from_dlpack(x, assumed_align=4 if x.dtype == torch.int32 else 16)
@@ -44,7 +44,7 @@ def _compiled(function, kinds, constants, arch):
 
 
 def score_coords(at, nheads, lengths, longest=None, **more):
-    """Where scores are. at: batches, heads, queries and keys; lengths and the longest: of queries and keys."""
+    """Coordinates of scores. at: batches, heads, queries and keys; lengths and longest: of queries and keys."""
     places = (
         torch.as_tensor(x).view(*(-1 if i == axis else 1 for i in range(4))) for axis, x in enumerate(at)
     )
@@ -53,7 +53,7 @@ def score_coords(at, nheads, lengths, longest=None, **more):
 
 
 def far_apart(folder):
-    """Of fp16 (2, 1, 8, 64), batches 2^32 elements apart, in a file of which only two small ranges exist."""
+    """An fp16 tensor (2, 1, 8, 64) whose batches lie 2^32 elements apart, in a sparse file."""
     with open(folder / "sparse", "wb+") as file:
         file.truncate(2 * (2**32 + 8 * 64))
         memory = mmap.mmap(file.fileno(), 0)
@@ -61,7 +61,7 @@ def far_apart(folder):
 
 
 def inputs_of(features, batch, nheads, seqlen_q, seqlen_k):
-    """What an emulated problem with these features reads, and a window."""
+    """Inputs of an emulated problem with these features, and a window."""
     shape, given = (batch, nheads, seqlen_q, seqlen_k), {"window_left": 20, "window_right": 3}
     if "softcap" in features:
         given["softcap"] = 2.5

@@ -27,7 +27,7 @@ Numbers = Annotated[
 
 @dataclass(frozen=True)
 class ToyTile(Tile):
-    """``values``: numbers a thread holds, which spill if too many; ``staged``: x goes through shared memory."""
+    """``values``: numbers that a thread holds; too many spill. ``staged``: x goes through shared memory."""
 
     values: int = 8
     staged: bool = True

@@ -1,4 +1,4 @@
-"""A user's calls, for type checkers: `make types` fails where one lacks its type, or where a wrong one is none."""
+"""Calls of a user, for type checkers: `make types` fails if a call lacks its type, or if a wrong one is accepted."""
 
 from typing import assert_type
 

@@ -2,7 +2,7 @@
 
     python -m tests.without_compiler RUNTIME                                CUTE_ATTN_BUNDLE names the bundle
 
-Prints what it finds as a line of JSON: the sentences of errors under the name of what failed. RUNTIME: a library with
+Prints its findings as a line of JSON: each error's sentence under the name of the step. RUNTIME: a library with
 the functions of a CUDA runtime, all of which fail.
 """
 
@@ -41,7 +41,7 @@ def sentence(name):
 
 
 def imports():
-    """Others' imports fail as ever, before this package is loaded and after."""
+    """Imports of missing packages still fail in the usual way, before this package is loaded and after."""
     with sentence("import cutlass"):
         import cutlass  # noqa: F401
     found["cutlass is found"] = importlib.util.find_spec("cutlass") is not None
@@ -76,13 +76,13 @@ def calls():
 
 
 def on_a_gpu(*shape, dtype=BF16):
-    """A contiguous tensor that says so, without memory."""
+    """A contiguous tensor that claims to be on a GPU, without memory."""
     strides = torch.empty(shape, device="meta").stride()
     return slot(shape, strides, dtype, torch.device("cuda", 0)).tensor
 
 
 def kernels(runtime):
-    """Kernels themselves, in libraries that are told apart."""
+    """The kernels themselves, in separate libraries."""
     kernel = cute_attn.compile("append-sm80-bf16-d64", target="sm80")
     with sentence("no CUDA runtime"):
         kernel.function  # noqa: B018

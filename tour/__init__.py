@@ -2,6 +2,6 @@
 
 
 def name_of(level: int) -> str:
-    """What ``attention`` takes as ``kernel``: a level's generation, and the variant that it is registered as."""
+    """The ``kernel`` argument of ``attention`` for a level: its generation and the variant's name."""
     arch = "sm80" if level < 5 or level == 9 else "sm90"
     return arch if level == 8 else f"{arch}:tour{level}"

@@ -68,7 +68,7 @@ def titles() -> Iterator[str]:
 
 
 def show(level: int, head_dim: int, causal: bool) -> None:
-    """What a level costs; on a GPU also whether it is right, and how fast."""
+    """Print a level's cost; on a GPU also whether it is right, and its speed."""
     import torch
 
     from tour.levels import LEVELS
@@ -120,7 +120,7 @@ def check(level: int) -> None:
 
 
 def measure(output: Path | None) -> None:
-    """Check and time all levels; write the result, print the table and draw the climb beside it."""
+    """Check and time all levels; write the result, print the table and draw a chart next to the result."""
     from cute_attn.lab.benchmark.results import default_path, write
     from tour.report import measure as run
     from tour.report import plot, table

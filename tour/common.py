@@ -53,11 +53,11 @@ class TourTile(Tile):
         return dict(zip("qkv", itertools.pairwise(ends), strict=True))
 
     def registers(self, traits: Traits) -> int:
-        """Scores, probabilities and O of a thread, and some 40 beside them."""
+        """Estimate: scores, probabilities and O of a thread, plus about 40."""
         return 40 + 3 * self.tile_n // 4 + traits.head_dim // 2
 
     def shape_reason(self, traits: Traits) -> str | None:
-        """A level is written for its own rows and warps; its keys and, where it has a pipeline, its stages may vary."""
+        """A level's rows and warps are fixed; its keys and, if it has a pipeline, its stages may vary."""
         own: TourTile = registry.kernel_class(traits).TILE
         if (self.tile_m, self.num_warps) != (own.tile_m, own.num_warps):
             return f"tile_m is {self.tile_m} with {self.num_warps} warps; accepted: {own.tile_m} with {own.num_warps}"
@@ -103,7 +103,7 @@ class Level:
         pairs: int | None = None,
         window: int = 0,
     ) -> "Level":
-        """The same for all lengths."""
+        """The same kernel for all lengths."""
         return self
 
     def score_args(self, inputs: Any) -> tuple:
@@ -127,7 +127,7 @@ class Level:
         self.launch(mQ, mK, mV, mO, mLSE, softmax_scale, schedule.multiprocessors, stream)
 
     def launch(self, mQ, mK, mV, mO, mLSE, scale: Float32, multiprocessors: Int32, stream: Any) -> None:
-        """The level's own launch."""
+        """Launch the level's kernel."""
         raise NotImplementedError
 
 
@@ -136,11 +136,11 @@ class Tiled(Level):
     """A level whose loops have tensor core products: levels 2 to 7."""
 
     FACTORS: ClassVar[int] = 2
-    """Exponentials of a step in addition to those of the scores: the factors of O, for a thread's two rows."""
+    """Exponentials per step for the factors of O, for a thread's two rows, in addition to the scores' exponentials."""
     dtype: ClassVar[Any] = BFloat16
 
     def copies(self) -> Copies:
-        """Operands in shared memory: what ``show`` draws, and the copies whose bank conflicts a verdict counts."""
+        """Operands in shared memory, which ``show`` draws, and the copies whose bank conflicts a verdict counts."""
         found, (tile_m, tile_n, d, stages) = Copies(self, 32 * self.tile.num_warps), self.sizes
         if not stages:
             return found
@@ -164,7 +164,7 @@ class Tiled(Level):
         return found.ldmatrix("V", "B", mma, v, transpose=True)
 
     def step_content(self) -> StepContent:
-        """What a step of the loop over key blocks holds, by which ``verdict`` finds it in the machine code."""
+        """Contents of a step of the loop over key blocks, by which ``verdict`` finds the step in the machine code."""
         tile_m, tile_n, d, _ = self.sizes
         warps = self.tile.num_warps
         elements = tile_m * tile_n // (32 * warps)
@@ -232,7 +232,7 @@ class BackwardLevel:
     def launch(
         self, mQ, mK, mV, mDO, mLSE, mMinusD, mDQ, mDK, mDV, scale: Float32, stream: cuda.CUstream
     ) -> None:
-        """The level's own launch."""
+        """Launch the level's kernel."""
         raise NotImplementedError
 
     def key_tile(self, index: Int32, n_blocks: Int32, mK, mDK) -> tuple[Int32, Int32, Int32, Int32]:

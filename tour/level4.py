@@ -23,7 +23,7 @@ in a register and its query and key are known, scores may be changed: SCORE_MOD 
 
     tour.common.with_epilogue(Pipelined, softcap)
 
-What to look at: LDGSTS, and no barrier between a load and the products beside it. Any lengths.
+What to look at: LDGSTS, and no barrier between a load and the products that it overlaps. Any lengths.
 """
 
 import itertools

@@ -3,8 +3,8 @@
 What level 6 wasted: each warpgroup still waited for its products before its softmax, and for its softmax before its
 products; whether the other one filled the gap was left to chance. And every CTA began with an empty pipeline.
 
-Overlap within a warpgroup: S[j] = Q K[j]^T and O += P[j-1] V[j-1] are issued together, and the softmax of S[j] runs
-beside the latter: ``wait_group(1)`` waits for the older one only. Ping-pong (FlashAttention-3, arXiv:2407.08608):
+Overlap within a warpgroup: S[j] = Q K[j]^T and O += P[j-1] V[j-1] are issued together, and the softmax of S[j]
+overlaps the latter: ``wait_group(1)`` waits for the older one only. Ping-pong (FlashAttention-3, arXiv:2407.08608):
 named barriers let the warpgroups issue in turns: one has the tensor cores while the other exponentiates.
 
 Persistent: n CTAs, one per multiprocessor, take n work tiles in each round; a CTA's producer loads the next one while

@@ -10,9 +10,9 @@ of its section of work tiles (``cute_attn.work.replay``); random inputs have non
 
 It has more that level 7 does not have. Q stays in registers at head dim 128, and head dim 64 takes three warpgroups.
 CTAs claim work tiles from a counter, longest first, by sections of heads whose K and V stay in L2. TMA stores O
-beside the next tile. If queries are few, the heads of a group are packed as rows. And it has every feature of the
-package: other dtypes and head dims, windows, biases, dropout, packed and paged sequences. docs/a_kernel.md walks
-through it.
+while the next tile is computed. If queries are few, the heads of a group are packed as rows. It also has every
+feature of the package: other dtypes and head dims, windows, biases, dropout, packed and paged sequences.
+docs/a_kernel.md walks through it.
 
     attention(q, k, v, causal=True, kernel="sm90")
 """

@@ -82,7 +82,7 @@ TRIALS = {
         "shown(verdict(NAME, target='sm90'), verdict('backward-sm90-bf16-d128-causal', target='sm90'))",
     ),
 }
-"""Level -> what to try, in words and in cells."""
+"""Level -> suggestions, in words and as cells."""
 
 _COUNTS = '''
 
@@ -138,7 +138,7 @@ def source_of(entry: Entry) -> str:
 
 
 def _head(entry: Entry, trials: str) -> str:
-    """Imports, the kernel's name, and what the trials call."""
+    """Imports, the kernel's name, and the functions that the suggestions call."""
     needs = {
         "import itertools": "order(" in trials,
         "import torch": True,
@@ -178,7 +178,7 @@ def _cell(number: int, kind: str, source: str) -> dict[str, Any]:
 
 
 def path_of(entry: Entry) -> Path:
-    """Where a level's notebook lies."""
+    """Path of a level's notebook."""
     return ROOT / FOLDER / f"level{entry.number}.ipynb"
 
 

@@ -38,7 +38,7 @@ CHECK_SECONDS = 300.0
 
 
 def facts(entry: Entry, head_dim: int = 128, causal: bool = True) -> dict[str, Any]:
-    """Resources of a level's kernel for sm90, its instructions, and what ``verdict`` says of its loop. No GPU."""
+    """Resources and instructions of a level's kernel for sm90, and its loop's entries in ``verdict``. Needs no GPU."""
     compiled = compile(entry.traits(head_dim, causal), None, "sm90")
     used, judged = compiled.resources, verdict(compiled)
     found: dict[str, Any] = {
@@ -117,7 +117,7 @@ def check(entry: Entry) -> Iterator[tuple[str, Accuracy]]:
 def definition_gradients(
     given: Sequence[torch.Tensor], grad: torch.Tensor, causal: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, ...]:
-    """By the definition, in plain torch."""
+    """Gradients by the definition, in plain torch."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in given)
     features = reference.Features("causal" if causal else "")
     out = reference.attention(q, k, v, q.shape[-1] ** -0.5, features)[0]
@@ -125,7 +125,7 @@ def definition_gradients(
 
 
 def check_apart(entry: Entry) -> str:
-    """:func:`check` in a process of its own, which may crash or hang: "" or the error."""
+    """Run :func:`check` in a separate process, which may crash or hang; returns "" or the error."""
     command = [sys.executable, "-m", "tour", str(entry.number), "--check"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CHECK_SECONDS)
@@ -136,7 +136,7 @@ def check_apart(entry: Entry) -> str:
 
 
 def measure(report: Any = print, milliseconds: float = 100.0) -> dict[str, Any]:
-    """Check every level, and time those that are right in one run with the shipped kernel.
+    """Check every level, and time the right ones in one run with the shipped kernel.
 
     Returns:
         a result as of ``bench/results``; ``checks``: level -> "" or the error.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.api import jvp as jvp  # its operator
+from cute_attn.api import jvp as jvp  # registers its operator
 from cute_attn.api import operators
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, packed_sequences
 from cute_attn.epilogues.inputs import UNBOUNDED

@@ -251,7 +251,7 @@ def _noted_functions(name: str, given: Sequence[Any]) -> list[str]:
 
 
 def _depending(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """``inputs``, and those of ``nodes`` that depend on ``inputs``."""
+    """``inputs``, and the ones of ``nodes`` that depend on ``inputs``."""
     found = dict.fromkeys(inputs)
     for node in nodes:
         if not found.keys().isdisjoint(node.all_input_nodes):
@@ -309,7 +309,8 @@ def _element(table: Tensor, index: list[Any]) -> Tensor:
     used = sum(x is not None and x is not Ellipsis for x in index)
     for place in [place for place, x in enumerate(index) if x is Ellipsis]:
         index[place : place + 1] = [slice(None)] * (table.dim() - used)
-    places = {torch.SymInt: 0}  # any one has the same shape, and an own number would become a constant
+    # Every index gives the same shape, and an index's value would become a constant.
+    places = {torch.SymInt: 0}
     rest = table[tuple(slice(None) if isinstance(x, Tensor) else places.get(type(x), x) for x in index)]
     kept = [x for x in index if not isinstance(x, int | torch.SymInt)]
     return torch.ops.aten.index.Tensor(rest, [x if isinstance(x, Tensor) else None for x in kept])

@@ -14,7 +14,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from cute_attn import reference
-from cute_attn.api import block_tables as block_tables  # its operator, for programs that were exported
+from cute_attn.api import block_tables as block_tables  # registers its operator, for exported programs
 from cute_attn.api import functorch
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.epilogues.names import TRACED, user_epilogue
@@ -69,7 +69,7 @@ def run(call: Call) -> Outputs:
 
 def repeat(record: Record, given: Tensors) -> Outputs | None:
     """Repeat a recorded call with these tensors, differentiably; None if that is impossible."""
-    if record.saved is None:  # nor has it a plan, if its results went to out
+    if record.saved is None:  # if results went to out, the record has no plan either
         return None
     traced = record.plan.traced
     held = [one() for one in traced] if traced else ()  # until autograd's node holds them
@@ -116,7 +116,7 @@ def backward(
     if call.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
         return _all_gradients(call, outer, needed, into)
     if not torch.compiler.is_compiling():
-        check(call)  # before the dispatcher: its errors name no argument
+        check(call)  # before the dispatcher, whose errors name no argument
     if any(x is not None for x in into):
         torch.ops.cute_attn.backward_into.default(*outer, *into, *call.values(ATTENTION))
         return into
@@ -160,7 +160,7 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     )
     if into is not None:
         return write_owned(into, out, call.cu_seqlens_q), lse, softmax
-    # As on CUDA all inputs have gradients: zeros for v where only lse is used, and for all where nothing is computed.
+    # All inputs have gradients, as on CUDA: zeros for v if only lse is used, and for all if nothing is computed.
     inputs = [*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors]
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
 
@@ -280,7 +280,7 @@ def below_operators() -> Iterator[None]:
     """Enable autograd in an operator's implementation, which a mode or a tracer may run below autograd."""
     key = torch._C.DispatchKey
     with contextlib.ExitStack() as guards:
-        for one in (key.ADInplaceOrView, key.AutogradFunctionality, key.ZeroTensor):  # tangents of zeros
+        for one in (key.ADInplaceOrView, key.AutogradFunctionality, key.ZeroTensor):  # for zero tangents
             guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(one, False))
         yield
 
@@ -288,7 +288,7 @@ def below_operators() -> Iterator[None]:
 def _loss(
     outputs: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]
 ) -> Tensor:
-    """A scalar whose gradients are those that kernels compute from the ``given`` out and lse.
+    """A scalar whose gradients are the kernels' gradients for the ``given`` out and lse.
 
     The given out and lse may cover more keys than the call, for example if results over ranges of keys were merged.
     Probabilities are relative to the given lse.
@@ -383,7 +383,7 @@ class Node(NamedTuple):
         rest: the call's arguments that are not tensors.
         options: rest and the users' classes that the call names, for the key of a backward's record.
         packed: how many of q, k and v may be adjacent views of one tensor, so that their gradients are, too.
-        traced: weak references to those of the users' classes that are epilogues of functions.
+        traced: weak references to the users' classes that are epilogues of functions.
     """
 
     rest: tuple
@@ -410,7 +410,7 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: N
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
-    if node is None:  # a traced function's lives until its gradient
+    if node is None:  # a traced function's epilogue must live until its gradient
         ctx.epilogues = [user_epilogue(item.partition(":")[0]) for item in rest[_EPILOGUES]]
     elif node.traced:
         ctx.epilogues = [one() for one in node.traced]
@@ -468,7 +468,7 @@ _FIRST = 3
 
 
 class Attention(torch.autograd.Function):
-    """Autograd's node of a call without the dispatcher. The operator has a node of its own."""
+    """Autograd's node of a call that does not go through the dispatcher. The operator has another node."""
 
     @staticmethod
     def forward(ctx: Any, node: Node, record: Record | None, given: Tensors, *tensors: Any) -> Outputs:
@@ -505,7 +505,7 @@ def _differentiate_operator(
     wanted = (*(bool(ctx.needs_input_grad[index]) for index in _INDICES), *own)
     found = _differentiate(ctx, grad_out, grad_lse, wanted)
     grads: dict[int, Any] = dict(zip(_INDICES, found[:_NAMED], strict=True))
-    # torch wants a list for a list of tensors, empty ones of all kinds among them, and one None for another list.
+    # For a list of tensors, also an empty one of any type, torch wants a list; for any other list a single None.
     grads |= {i: [] for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if x == ()}
     grads[NUM_TENSORS] = list(found[_NAMED:])
     return tuple(grads.get(i) for i in range(len(ATTENTION)))

@@ -104,7 +104,7 @@ def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[
         what = " and ".join(dict.fromkeys(f"{name} {tile or ''}".strip() for name, tile in sides))
         say(f"building {what}: seconds each, the first time")
         lab.builds.build_at_once(sides, target, lines=lines)
-        # Of several tiles, one that does not fit is a column that says why.
+        # With several tiles, one that does not fit is a column that says why.
         refuse = len(sides) == 1
         return [lab.verdict.verdict(name, tile, target, lines=lines, refuse=refuse) for name, tile in sides]
 

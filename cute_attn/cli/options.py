@@ -50,7 +50,7 @@ def complete_tile(context: typer.Context, text: str) -> list[str]:
     name = context.params.get("name") or next(iter(context.args), "")  # not parsed when a word is incomplete
     try:
         tile = registry.lookup(Traits.parse(name), None).tile
-    except ValueError:  # no name yet, or none of a kernel
+    except ValueError:  # an incomplete name, or no kernel's name
         return []
     given = {item.partition("=")[0] for item in done.split(",")}
     left = (field.name for field in fields(tile) if field.name not in given and field.name.startswith(begun))
@@ -199,7 +199,7 @@ def check_first(look: Callable[[], object]) -> None:
             look()
         except ValueError as reason:
             refused = str(reason)
-        finally:  # another error is the command's too
+        finally:  # the command raises all other errors, too
             os.write(writing, refused.encode())
             os._exit(0)
     os.close(writing)
@@ -232,7 +232,7 @@ def need_compiler() -> None:
 
 def need_gpu(otherwise: str = "timing a kernel needs one") -> None:
     """Raise ValueError if CUDA's driver is missing, before torch is loaded, which takes seconds; later do nothing."""
-    if "torch" not in sys.modules:  # which knows itself, and is asked later
+    if "torch" not in sys.modules:  # if loaded, torch is asked later instead
         try:
             ctypes.CDLL("libcuda.so.1")
         except OSError:
@@ -281,7 +281,7 @@ def show(*parts: Any) -> None:
     console = make_console()
     with console.capture() as captured:
         console.print(*parts, sep="\n")
-    os.environ.setdefault("LESS", "FRX")  # as git sets it: the last page stays on the screen
+    os.environ.setdefault("LESS", "FRX")  # git's setting: the last page stays on the screen
     is_long = console.is_terminal and sys.stdin.isatty() and captured.get().count("\n") >= console.height
     with console.pager(styles=True) if is_long and _pages else contextlib.nullcontext():
         console.print(*parts, sep="\n")

@@ -63,7 +63,7 @@ def run(
     reports = os.environ.get("RANK", "0") == "0"
     file = None if output is None or not reports else output.open("a")
     execution = Execution(" ".join(program), options, shadow, file, reports)
-    atexit.register(execution.end)  # what the program registers comes before it
+    atexit.register(execution.end)  # the program's registrations come first
     after_import("torch", execution.begin)
     status = execute(program, module)
     execution.signal = max(-status, 0)
@@ -156,7 +156,7 @@ def check_program(name: str, module: bool) -> None:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             raise ValueError(f"the module is {name!r}; accepted after -m: one that can be imported")
         return
-    importer = pkgutil.get_importer(name)  # of a folder or a zip file
+    importer = pkgutil.get_importer(name)  # for a folder or a zip file
     if importer is None and Path(name).is_file():
         return
     if importer is None or importer.find_spec("__main__", None) is None:
@@ -182,7 +182,7 @@ def execute(program: list[str], module: bool) -> int:
             runpy.run_path(name, run_name="__main__")
     except SystemExit as error:
         if isinstance(error.code, int) or error.code is None:
-            return (error.code or 0) & 0xFF  # of what Python ends with, the system keeps as much
+            return (error.code or 0) & 0xFF  # the system keeps these bits of an exit status
         print(error.code, file=sys.stderr)
         return 1
     except BaseException as error:  # the calls until then are reported

@@ -97,7 +97,7 @@ def unpack(packed: bytes, size: int = -1) -> bytes:
         ValueError: the data is damaged.
     """
     try:
-        import lzma  # of the standard library, but some builds of Python lack it
+        import lzma  # in the standard library, but some builds of Python lack it
     except ImportError:
         raise BundleUnusable(
             "a bundle is not used: this Python has no module lzma; accepted: one that has"

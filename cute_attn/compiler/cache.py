@@ -173,7 +173,7 @@ class DiskCache:
             size += _remove(path)
             count += 1
             self._remove_lock(path.name)
-        for leftover in self.root.glob("new-*"):  # of a process killed while writing
+        for leftover in self.root.glob("new-*"):  # left by a process that was killed while writing
             with suppress(FileNotFoundError):  # it has just been renamed
                 if now - leftover.stat().st_mtime > 3600:
                     _remove(leftover)
@@ -182,7 +182,7 @@ class DiskCache:
     def _remove_lock(self, key: str) -> None:
         """Remove a kernel's lock file, unless a process that builds the kernel holds the lock."""
         path = self._lock_file(key)
-        with suppress(OSError):  # Timeout is one
+        with suppress(OSError):  # Timeout is an OSError
             if path.exists():
                 with FileLock(path, timeout=0):
                     path.unlink(missing_ok=True)
@@ -204,7 +204,7 @@ def _read(path: Path) -> tuple[Entry, Listed] | None:
     """The contents of a cache file, or None unless it is intact and only this user may write it."""
     try:
         with open(path, "rb") as file:
-            status = os.fstat(file.fileno())  # of the open file, whatever the path names by then
+            status = os.fstat(file.fileno())  # of the open file, even if another file has its path by now
             reason = _not_own(path, status)
             if reason is not None:
                 warn_once(reason)

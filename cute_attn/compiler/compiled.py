@@ -444,7 +444,7 @@ def _device_target(major: int, minor: int) -> str:
         return "sm90"
     if major == 8:
         return {6: "sm86", 9: "sm89"}.get(minor, "sm80")
-    if major in (10, 12):  # families of GPUs, for which sm_100f and sm_120f are
+    if major in (10, 12):  # families of GPUs: sm_100f and sm_120f
         return f"sm{major}0"
     raise ValueError(
         f"the GPU's compute capability is {major}.{minor}; accepted: 8.x, 9.x, 10.x or 12.x, which "
@@ -621,7 +621,7 @@ def user_modules(request: Request) -> dict[str, str]:
         with contextlib.suppress(KeyError):  # building it reports unregistered names
             classes += kernel_classes(base, traits)
     ours = ("cute_attn", "builtins")
-    homes = [getattr(x, "written", x).__module__ for x in classes]  # of a function's object, the function's
+    homes = [getattr(x, "written", x).__module__ for x in classes]  # a function's module for its object
     names = dict.fromkeys(home for home in homes if home.partition(".")[0] not in ours)
     return {name: getattr(sys.modules.get(name), "__file__", None) or "" for name in names}
 

@@ -159,7 +159,7 @@ def _check_class(kernel: Any) -> None:
 
 
 def _computed(kernel: Any, op: str, arch: str) -> tuple[str, str]:
-    """The op and arch that a class computes: those of the package's class that it is or extends, else those given."""
+    """Op and arch of a class: the ones of the package's class that it is or extends, else the given ones."""
     classes = [*_kernels().items(), *(((*key, ""), _loaded(path)) for key, path in _LARGE.items())]
     bases = (
         [key[:2] for key, cls in classes if cls is base and not (cls is kernel and key[2])]
@@ -282,7 +282,7 @@ def defaults() -> list[tuple[Traits, str]]:
 
 
 def _attention_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
-    """Those of a forward, a forward with tangents or a backward."""
+    """Default kernels of a forward, a forward with tangents or a backward."""
     pairs, targets = [], RUNS_ON[arch]
     for head_dim in (32, 64, 96, 128, 192, 256):
         for mask in ("", "causal"):
@@ -300,7 +300,7 @@ def _attention_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
 
 
 def defaults_on(target: str | None) -> list[tuple[Traits, str]]:
-    """:func:`defaults` for one target or for all; a target in ``TILES_OF`` has those of ``MEASURED`` that run on it."""
+    """:func:`defaults` for one target or for all; a target in ``TILES_OF`` has the ``MEASURED`` ones that run on it."""
     if target in TILES_OF:
         return [(t, target) for t, on in defaults() if on == MEASURED and target in RUNS_ON[t.arch]]
     return [pair for pair in defaults() if target in (None, pair[1])]
@@ -346,7 +346,7 @@ _FEW: dict[str, list[_Few]] = {
     **{op: [_of("bf16", 59, varlen=True), _of("fp32", 574, on="")] for op in PADDED_TENSORS},
     **{op: [_of("bf16", LISTED_ROWS, on=""), _of("bf16", LISTED_ROWS)] for op in BLOCK_OPS},
 }
-"""Op -> its few defaults; the others are those of :func:`_attention_defaults`."""
+"""Op -> its few defaults; the others are in :func:`_attention_defaults`."""
 
 
 def _columns(op: str, head_dim: int) -> int:

@@ -30,7 +30,7 @@ def typed_parts(cls: type) -> tuple[list[bytes], set[ModuleType]]:
     pending: list[tuple[str, Any]] = [(cls.__qualname__, cls)]
     while pending:
         name, value = pending.pop()
-        value = inspect.unwrap(getattr(value, "__func__", value))  # of static methods and decorated functions
+        value = inspect.unwrap(getattr(value, "__func__", value))  # of a static method or decorated function
         if isinstance(value, _PLAIN):
             parts.append(f"{name}={value!r}".encode())
         elif id(value) in seen:

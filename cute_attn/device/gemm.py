@@ -109,7 +109,7 @@ class SmemOperand:
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
         """``start`` moved to step k, which may be dynamic."""
-        steps = cute.size(self.tile, mode=[1]) * self.tile.element_type.width // 256  # of all terms
+        steps = cute.size(self.tile, mode=[1]) * self.tile.element_type.width // 256  # steps of all terms
         k = k + self.first_step if self.first_step else k
         return moved_to_step(self.tile, start, k, steps, lambda n: self._distance(0, n))
 
@@ -265,7 +265,7 @@ def _times_b(
     """Run the K steps ``a``, from step ``first`` on: load each sub-tile of B, then issue the MMAs that read it."""
     subtiles = cute.logical_divide(acc, (None, None, b.width))
     at_once: Constexpr = len(a) if b.loads_ahead else 1
-    zero = rematerialize(b.thread) >> 31 if ahead else None  # which the compiler does not know
+    zero = rematerialize(b.thread) >> 31 if ahead else None  # a zero that the compiler cannot fold
     for subtile in cutlass.range_constexpr(b.subtiles):
         target, here = subtiles[None, None, (None, subtile)], start
         if cutlass.const_expr(ahead and subtile >= ahead):

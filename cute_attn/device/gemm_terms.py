@@ -249,7 +249,7 @@ class Fp32Operand:
     def _second_k(self, start: Int32) -> Int32:
         """``start`` moved to the lane's second k, a later row of the tile in memory, which is swizzled differently."""
         layout = self.tile.layout
-        rows = 1 if self.paired else 4  # the first k has no bit of these
+        rows = 1 if self.paired else 4  # the first k has none of these bits
         distance = self._distance(0, 0, rows)
         if not isinstance(layout, cute.ComposedLayout):
             return start + distance * _WORDS
@@ -271,7 +271,7 @@ class Fp32Values:
 
     tile: cute.Tensor
     thread: Int32
-    count: Constexpr  # of tf32 terms
+    count: Constexpr  # number of tf32 terms
     warps_m: Constexpr = 1
     warps_n: Constexpr = 1
 

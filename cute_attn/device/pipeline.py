@@ -32,9 +32,9 @@ class Accessed(enum.Enum):
 class Pipeline:
     """Stages in shared memory, filled by TMA or by warps, with a full and an empty mbarrier each."""
 
-    barriers: cute.Pointer  # 2 * num_stages of 8 bytes: full ones, then empty ones
+    barriers: cute.Pointer  # 2 * num_stages mbarriers of 8 bytes: full ones, then empty ones
     num_stages: Constexpr
-    stage_bytes: Constexpr  # that TMA loads at each use; 0 if warps fill the stages
+    stage_bytes: Constexpr  # bytes that TMA loads at each use; 0 if warps fill the stages
     per_lane_arrivals: Constexpr = False  # see ``_arrive``
 
     def __post_init__(self) -> None:
@@ -135,7 +135,7 @@ class SharedDoubleBuffer:
     after a wait for use n - 1 all reads of use n - 2 are done, and its stage may be overwritten.
     """
 
-    barriers: cute.Pointer  # 2 of 8 bytes
+    barriers: cute.Pointer  # 2 mbarriers of 8 bytes
 
     @cute.jit
     def init(self, warps: Constexpr) -> None:

@@ -36,7 +36,7 @@ class ScoreContext:
     gradient_scale: Float32 | None = None  # factor of a backward's dS: 1 / (1 - dropout_p)
     first_key: Int32 | None = None  # the first key, if that is not key 0
     first_row: Int32 | None = (
-        None  # of query 0 among all sequences' rows, for an epilogue with a row for each
+        None  # query 0's row among all sequences' rows, for an epilogue with a row per query
     )
 
 

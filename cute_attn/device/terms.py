@@ -82,7 +82,7 @@ def _tf32_terms(words: cute.Tensor, count: int) -> Terms:
             terms[0][i] = rounded_to_tf32(words[i])
         else:
             terms[0][i] = _rounded_to_tf32(words[i])
-            terms[1][i] = words[i] - terms[0][i]  # of which the tensor core reads tf32
+            terms[1][i] = words[i] - terms[0][i]  # the tensor core ignores bits beyond tf32
     return tuple(cute.recast_tensor(term, TFloat32) for term in terms)
 
 

@@ -166,7 +166,7 @@ class EpilogueChain:
     ) -> ScoreContext:
         """The context of one work tile, shared by its epilogues."""
         score_scale = args[0] if self.softcap else scale
-        first_row = None  # a sequence's, in a tensor with a row for each query
+        first_row = None  # the sequence's first row, in a tensor with a row per query
         if any(isinstance(m, Tree) for m in self.modifiers):
             first_row = batch * seqlens.max_seqlen_q if seqlens.cu_seqlens_q is None else info.offset_q
         gradient_scale = Float32(1.0)

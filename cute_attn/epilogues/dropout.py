@@ -99,7 +99,7 @@ class DropoutState:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of P. It is not a score epilogue, but its arguments are passed with those of the score epilogues."""
+    """Dropout of P. It is not a score epilogue, but its arguments are passed along with the score epilogues'."""
 
     kind: str  # "flash" or "mem_efficient"
     varlen: bool = False  # whether sequences are packed, by cumulative lengths
@@ -151,7 +151,7 @@ class Dropout:
         bits = _as_words(p)
         for first, second, dropped in self._masks(state, tile):
             pair = _pair_index(p, first, second)
-            for i in range(2):  # one of the halves, twice
+            for i in range(2):  # each half, duplicated
                 bits[2 * pair + i] = bits[2 * pair + i] & ~byte_permute(dropped, dropped, 0x1010 + 0x2222 * i)
 
     def packed_mask(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
@@ -236,7 +236,7 @@ def _flash_untransposed(state: DropoutState, tile: ScoreTile):
             word = word_of(tile.cols[c])
             for r, row in enumerate(tile.rows):
                 if row // block_rows == row_block:
-                    # The two bytes of this row, each twice over, as sign bits.
+                    # The two bytes of this row as sign bits, each duplicated.
                     dropped = byte_permute(word, word, 0xBBAA if row >> 3 & 1 else 0x9988)
                     yield (r, c), (r, c + 1), dropped
 
@@ -314,7 +314,7 @@ def _mem_efficient_untransposed(state: DropoutState, tile: ScoreTile):
     word.
     """
     lane = (tile.col0 & 7) >> 1
-    groups: dict[int, int] = {}  # of 8 columns, in each word
+    groups: dict[int, int] = {}  # groups of 8 columns, in each word
     for column in tile.cols:
         groups[column // 32] = column % 32 // 8 + 1
     # Rematerialized, or the number would occupy registers until the next tile.
@@ -453,7 +453,7 @@ def _curand_tails_of_two(state: DropoutState, number: Uint64, offset: Constexpr,
 
 def _tails(state: DropoutState, number: Uint64, offset: tuple[int, int], lane: Int32) -> Int32:
     def compute(lane: Int32) -> Int32:
-        query = lane >> 2  # four lanes do the same
+        query = lane >> 2  # four lanes have the same query
         first = (_rows_below(state, number, query) >> Uint64(2)) + Uint64(4)
         return _curand_call(state, _call_at(state, first, offset)) << (query * 4)
 

@@ -23,8 +23,8 @@ from cute_attn.epilogues.dropout import (
     words,
 )
 
-QUERIES = 64  # of a word
-UNIT_KEYS = FLASH_BLOCK[1]  # that a warp generates at a time
+QUERIES = 64  # queries of a word
+UNIT_KEYS = FLASH_BLOCK[1]  # keys that a warp generates at a time
 _TOP_BITS = 0x80808080 - (1 << 32)
 
 
@@ -66,7 +66,7 @@ def _generate_blocks(
 ) -> None:
     """Write one word, for ``blocks`` blocks of 16 queries, of each thread that holds some of the 32 keys."""
     add, either = (Int32(uniform(Uint32(limit))) for limit in byte_limits(state.threshold))
-    eighths = [Int32(0), Int32(0)]  # of the two warps; in each byte a bit for (z, k)
+    eighths = [Int32(0), Int32(0)]  # eighths of the two warps; each byte has a bit for (z, k)
     own = words(state.base + Uint64(Uint32(lane)))
     for z in cutlass.range_constexpr(blocks):
         call = philox((*own, Uint32(row_block + z), Uint32(col_block)), state.key, FLASH_ROUNDS)

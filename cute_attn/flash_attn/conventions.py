@@ -46,7 +46,7 @@ def flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
     if hasattr(type(value), "__bool__"):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # of several numbers, or of none
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it may have several numbers, or none
             return bool(value)
     raise TypeError(f"{name} is {shown(value)}; accepted: False or True")
 

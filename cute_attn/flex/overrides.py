@@ -219,7 +219,7 @@ def _route(*args: Any, **kwargs: Any) -> Result:
         return _serve(activation, pytorchs, args, kwargs)
     if not activation.device:
         return pytorchs(*args, **kwargs)
-    # While each call is watched or repeated by PyTorch, which a graph's own nodes are not.
+    # Watched calls, and calls that PyTorch repeats, must leave the graph: its nodes are neither watched nor repeated.
     observed = doors.observer is not None or doors.watcher is not None
     if torch.compiler.is_dynamo_compiling() and observed and not between_graphs().stays_whole():
         return between_graphs().serve(*args, **kwargs)

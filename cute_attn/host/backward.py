@@ -1,4 +1,4 @@
-"""Gradients of q, k, v and bias from those of out and lse, on CUDA: three launches and their workspace.
+"""Gradients of q, k, v and bias from gradients of out and lse, on CUDA: three launches and their workspace.
 
     preprocess   out, grad_out, lse, grad_lse  ->  two numbers per query, and dQ accumulators of zeros
     main         dK, dV, the bias's gradient; adds to the accumulators
@@ -214,7 +214,7 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
         )
     if named and call.lists_blocks:
         raise ValueError("backward_tile has dq_in_order=true with a list of blocks; accepted: false")
-    stored = getattr(kernel.tile, "dq_direct", False)  # by one CTA
+    stored = getattr(kernel.tile, "dq_direct", False)  # one CTA stores all of dQ
     if kernel.traits.arch != "sm90" or call.lists_blocks or stored or not (deterministic or named):
         return kernel
     tile, dims = kernel.tile.in_order(), (kernel.traits.head_dim, kernel.traits.head_dim_v)

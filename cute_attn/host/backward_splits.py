@@ -130,7 +130,8 @@ def accumulators_in_order(
         query_bytes, key_bytes: bytes of Q and dO, and of K and V.
     """
     running = multiprocessors / columns.count  # key blocks of a column that run at a time
-    sequences = max(1.0, min(columns.sequences, running / columns.blocks))  # of a column that run at a time
+    # sequences of a column that run at a time
+    sequences = max(1.0, min(columns.sequences, running / columns.blocks))
     busy = columns.rows * (columns.steps + AROUND_STEPS) / running
     chain = columns.rows * columns.seen / sequences
     together = min(columns.blocks * columns.seen, running)
@@ -193,7 +194,7 @@ def head_splits(
         return 1
     unlike = call.varlen and not in_order and call.longest[0] * call.batch > UNEVEN * call.q.shape[0]
     drifts = most > UNEVEN * mean or unlike
-    tiles, steps, longest, queries = 0, 0.0, 0.0, 0  # of one head
+    tiles, steps, longest, queries = 0, 0.0, 0.0, 0  # totals of one head
     for count, seqlen_q, seqlen_k in _sequences(call):
         most, mean = queries_seen(call, seqlen_q, seqlen_k, tile.tile_n)
         blocks = -(-seqlen_k // tile.tile_n)

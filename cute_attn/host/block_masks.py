@@ -161,7 +161,7 @@ class _Made(NamedTuple):
 
 def _keep(lists: dict[tuple[int, ...], _Lists], key: tuple[int, ...], made: _Lists) -> None:
     if any(type(x) is not Tensor for x in (*made.lists, *made.starts)) or -1 in made.versions:
-        return  # a tracer's, or of lengths whose changes cannot be seen
+        return  # traced, or made from lengths whose changes cannot be seen
     while len(lists) >= _MOST_LISTS:  # lengths may differ from call to call
         lists.pop(next(iter(lists)))
     lists[key] = made
@@ -192,7 +192,7 @@ def _made_of(block_mask: BlockMask) -> _Made:
 def remember(block_mask: BlockMask, kinds: Tensor) -> _Made:
     """Keep a mask's table of kinds as long as the mask lives and its lists do not change."""
     made = _Made(_source_of(block_mask), _state_of(block_mask) or (), kinds, {})
-    if made.state and type(kinds) is Tensor:  # no tracer's
+    if made.state and type(kinds) is Tensor:  # not traced
         _made[block_mask] = made
     return made
 

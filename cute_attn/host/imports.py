@@ -42,7 +42,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
     def _execute(self, loader: Any, module: Any) -> None:
-        del loader.exec_module  # its class's is left
+        del loader.exec_module  # the class's method remains
         loader.exec_module(module)
         self.stop()
         self.then()

@@ -77,7 +77,7 @@ def _kinds_by_definition(
     """Kinds of all blocks, uint8 (batch or 1, heads or 1, blocks of queries, blocks of keys)."""
     _check_captured(traced.tensors, device)
     predicate = predicate_of(traced.graph, traced.output)
-    assert predicate is not None  # it is a mask_mod's
+    assert predicate is not None  # since it is the graph of a mask_mod
     shape = _shape(predicate, sizes, block_size)
     kinds = torch.empty(shape, dtype=torch.uint8, device=device)
     lengths, (rows, columns) = sizes[2:], block_size
@@ -154,6 +154,6 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
 
 
 def listed_first(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of chosen elements along the last dimension, and all indices, those of chosen elements first."""
+    """Number of chosen elements along the last dimension, and all indices, the chosen elements' first."""
     places = torch.sort(chosen.int(), dim=-1, descending=True, stable=True).indices
     return chosen.sum(-1).int(), places.int().contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 Tensors = tuple[Any, ...]
-"""A call's first tensors, q to rng_state; those that may be absent are None."""
+"""A call's first tensors, q to rng_state; an absent tensor is None."""
 
 # ---- outputs and views ----
 
@@ -117,7 +117,7 @@ def is_readable(x: Tensor, alignment: int = 0) -> bool:
 
 
 def is_lazy(x: Tensor) -> bool:
-    """True if the values of ``x`` are not those in its memory: torch negates it on each read, or it has no memory.
+    """True if the values of ``x`` differ from its memory: torch negates it on each read, or it has no memory.
 
     Examples are ``torch._neg_view(x)``, ``z.conj().imag`` and ``torch._efficientzerotensor``. The dispatcher makes new
     tensors of them before it calls an implementation.
@@ -244,7 +244,7 @@ def _is_sum(total: int, terms: Iterable[tuple[int, int, int]]) -> bool:
         before = bounds.get(step, (0, 0))
         bounds[step] = (before[0] + low, before[1] + high)
     steps = sorted((step for step in bounds if step), reverse=True)
-    reach = [(0, 0)]  # of the steps behind each, from the last one on
+    reach = [(0, 0)]  # reach of the steps behind each, from the last one on
     for step in reversed(steps):
         low, high = (times * step + rest for times, rest in zip(bounds[step], reach[-1], strict=True))
         reach.append((low, high))

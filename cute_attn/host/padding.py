@@ -53,7 +53,7 @@ def is_writable(given: Tensor | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Launches of a compiled :class:`cute_attn.kernels.pad_rows.PadRows`. layouts: those of the padded tensors."""
+    """Launches of a compiled :class:`cute_attn.kernels.pad_rows.PadRows`. layouts: the padded tensors' layouts."""
 
     kernel: Any
     layouts: tuple[Layout, ...]

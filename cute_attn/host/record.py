@@ -194,7 +194,7 @@ class Recording:
         work_tiles: the result of :func:`work_tiles`.
         complete: whether a record can contain everything that the call did.
         unlike: whether :func:`unlike_others` was called.
-        written, alone, beside: arguments of :func:`overwritten`; ``alone``: those of calls with ``alone=True``.
+        written, alone, beside: arguments of :func:`overwritten`; ``alone``: of calls with ``alone=True``.
         counts: (counter, entry) of each count that the call incremented.
         plan, saved: arguments of :func:`planned`; ``saved`` is None if gradients are disabled.
     """
@@ -253,7 +253,7 @@ class Recording:
     def _place(self, x: Tensor) -> _Place | None:
         """The location of ``x``; None if it is ambiguous, and the call then gets no record."""
         first, metadata = x.data_ptr(), (tuple(x.shape), tuple(x.stride()), x.dtype, x.device)
-        # Of an empty view nothing is read or written: any address serves.
+        # Nothing of an empty view is read or written, so any address serves.
         if not x.numel() and not any(x is y for y in self._sources):
             return _Place(len(self._sources) - 1, 0, False, *metadata)
         sources = [(i, y) for i, y in enumerate(self._sources) if y is not None and _share_memory(x, y)]
@@ -302,7 +302,7 @@ class Recording:
             ):
                 made[place.source - self._given] = (place.shape, place.strides, place.dtype)
                 places[i] = place._replace(whole=True)
-        # Of integers (lengths, tables, states of dropout masks) kernels read one at a time; users' may read more.
+        # Kernels read integers (lengths, tables, states of dropout masks) one at a time; users' kernels may read more.
         direct = (i for i in self._direct if i < self._given)
         rows = {i for i in direct if i >= self._own or given[i].is_floating_point()}
         used = tuple(i for i, x in enumerate(given) if x is not None)
@@ -343,7 +343,7 @@ class Recording:
         return place.whole and any(x is self._sources[place.source] for x in self.written)
 
     def _saved(self, given: list[Any]) -> tuple[int | None, ...] | None:
-        """Indices into the call's tensors of those that autograd saves; None if one is not among the call's."""
+        """For each tensor that autograd saves, its index in the call's tensors; None if one is not among them."""
         if self.saved is None:
             return None
         places = {id(x): i for i, x in enumerate(given) if x is not None}

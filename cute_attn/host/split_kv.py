@@ -75,7 +75,7 @@ SIMILAR = 0.7
 """Minimum ratio of mean to maximum keys of packed sequences for whole work tiles: the longest sequence ends last."""
 
 
-# Of calls without a cache:
+# For calls without a cache:
 FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
 """Maximum work tiles per multiprocessor, and minimum elements of K and V that a query sees (those of 1,024 keys of head
 dim 128), for a split to pay for a second launch."""

@@ -253,7 +253,7 @@ class Combine:
         mLSE: cute.Tensor,
         mSinks: cute.Tensor | None,
     ) -> None:
-        """Merge the rows of a CTA. partials: those of this thread's row, with offsets from ``out`` and ``lse``."""
+        """Merge the rows of a CTA. partials: of this thread's row, with offsets from ``out`` and ``lse``."""
         self.load_lse(lse, partials, shared, place)
         acc = cute.make_rmem_tensor(cute.make_layout((4, self.tile.vectors(self.traits))), Float32)
         acc.fill(0.0)

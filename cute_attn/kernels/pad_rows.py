@@ -188,7 +188,7 @@ class PadRows:
         block: Int32,
         thread: Int32,
     ) -> None:
-        """Copy a CTA's padded rows of x to those of its rows of y that are in [first, end); called by each thread."""
+        """Copy a CTA's padded rows of x to its rows of y that are in [first, end); called by each thread."""
         row0, stop = block * self.rows(dim), (block + 1) * self.rows(dim)
         if block < self.blocks(places, dim):
             if (first <= row0) & (stop <= end) & is_run(y, dim):

@@ -46,7 +46,7 @@ _ARCHIVE_BYTES = 16 << 20
 _KNOWN_SYMBOL = re.compile(
     r"TVMFFI\w+|cu(da)?[A-Z]\w+|\w+@GLIBC_[\d.]+|_ITM_\w+|__gmon_start__|__cxa_finalize.*"
 )
-"""Symbols that a library may leave undefined: those of TVM FFI, the CUDA runtime and the C library."""
+"""Symbols that a library may leave undefined: of TVM FFI, the CUDA runtime and the C library."""
 
 
 # ---- what to bundle ----
@@ -318,5 +318,5 @@ def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     with zipfile.ZipFile(scratch, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in content.items():
-            archive.writestr(zipfile.ZipInfo(name), data)  # of a date that does not change
+            archive.writestr(zipfile.ZipInfo(name), data)  # with a fixed date
     os.replace(scratch, path)

@@ -23,7 +23,7 @@ from cute_attn.traits import Traits
 
 Run = Callable[[], Any]
 
-_MOST_CALLS = 200  # of a sample; each overwrites the L2 beforehand
+_MOST_CALLS = 200  # calls of a sample; each overwrites L2 beforehand
 
 
 class Wrong(ValueError):
@@ -209,7 +209,7 @@ def needed_kernels(
     for workload in workloads:
         try:
             kernel = registry.lookup(traits, tile_at(contender, workload, target), target)
-        except registry.Unsupported:  # as preparing it will say
+        except registry.Unsupported:  # preparing it will raise the same error
             continue
         if traits.op == "forward":
             yield traits, kernel.tile, target

@@ -138,7 +138,7 @@ def _places(step: Step) -> Counter[str]:
 
 
 def _rows(a: Step, b: Step) -> list[Row]:
-    """The instructions of two steps, aligned; those of an inner loop appear once."""
+    """The instructions of two steps, aligned; an inner loop's instructions appear once."""
     left, right = ([i for i, _ in step.instructions] for step in (a, b))
     a_text, b_text = ([normalized(i) for i in side] for side in (left, right))
     matcher = difflib.SequenceMatcher(None, a_text, b_text, autojunk=False)
@@ -172,7 +172,7 @@ def _side_by_side(rows: tuple[Row, ...], most: int | None) -> Table:
 
 
 def _excerpt(rows: tuple[Row, ...]) -> Iterator[tuple[Text, Text]]:
-    """The rows to show: those that differ, equal ones near them, and for each gap the number of rows left out."""
+    """The rows to show: all that differ, equal ones near them, and for each gap the number of rows left out."""
     near = {m for n, row in enumerate(rows) if not row.same for m in range(n - CONTEXT, n + CONTEXT + 1)}
     for is_near, group in itertools.groupby(enumerate(rows), lambda item: item[0] in near):
         if not is_near:

@@ -41,7 +41,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 
 def explain(word: str) -> list[tuple[str, str]]:
-    """(word, text) pairs for a word; for a kernel's name, those of its words and of its tile's fields.
+    """(word, text) pairs for a word; for a kernel's name, of its words and its tile's fields.
 
     Raises:
         ValueError: the word is unknown; the message suggests a similar one.

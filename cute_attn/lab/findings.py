@@ -64,7 +64,7 @@ def _computes(one: Verdict) -> tuple[Traits, str]:
 
 
 def best(verdicts: Iterable[Verdict]) -> Verdict:
-    """The best verdict by its code: the fastest by estimate of those without spills in the step, or else of all.
+    """The best verdict by its code: by estimate the fastest without spills in the step, or else the fastest of all.
 
     Raises:
         TypeError: ``verdicts`` is not a list of verdicts.
@@ -154,7 +154,7 @@ def _bound(one: Verdict, subject: str) -> str:
     """A sentence on what bounds the step, and what to try."""
     assert one.step is not None
     clocks = one.step.clocks
-    # Of all resident blocks together.
+    # Numbers of all resident blocks together.
     if clocks.warp > max(one.blocks, 1) * clocks.estimate:
         return (
             f"{subject} waits: one warp's stalls take {clocks.warp:,.0f} clocks, what the pipes need of all resident "

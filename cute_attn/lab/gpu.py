@@ -53,7 +53,7 @@ def resident_blocks(target: str, threads: int, registers: int, shared_memory: in
     limits = MULTIPROCESSORS[target]
     warps = -(-threads // 32)
     registers_of_warp = -(-32 * registers // _REGISTER_GRAIN) * _REGISTER_GRAIN
-    # A scheduler has a quarter of the registers for its own warps.
+    # A scheduler has a quarter of the registers for its warps.
     warps_by_registers = REGISTERS // SCHEDULERS // registers_of_warp * SCHEDULERS
     most = {
         "shared memory": limits.shared_memory // (shared_memory + RESERVED_SHARED_MEMORY),

@@ -120,7 +120,7 @@ class _State:
     """What may hold for a warp at a place in the code, over all paths to it.
 
     Attributes:
-        held: pipelines of which the warp holds a stage.
+        held: pipelines with a stage that the warp holds.
         accessed: (pipeline, address of an access while its stage is held).
         unfenced: the same since the last fence.
         written: addresses of writes since the last fence: all STSM, other writes only while a stage is held. This

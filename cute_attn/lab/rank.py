@@ -57,7 +57,7 @@ def estimate(verdict: Verdict, workload: "Workload | None" = None) -> float:
         raise ValueError(f"there is nothing to estimate: {verdict.reason or verdict.no_step}")
     step, blocks = verdict.step, max(verdict.blocks, 1)
     alone = step.clocks.estimate
-    # Of all blocks on a multiprocessor, as each of them sees it.
+    # For all blocks on a multiprocessor, as each of them sees it.
     clocks_of_step = max(blocks * alone, step.clocks.warp)
     if workload is None:
         return 1000 * clocks_of_step / blocks / step.scores
@@ -95,7 +95,7 @@ def work_tiles(workload: "Workload", tile: dict[str, int]) -> Counter[int]:
     left, right = workload.band
     found = Counter[int]()
     for (queries, keys), sequences in Counter(workload.sequences).items():
-        offset = keys - queries  # the last query's own key is the last one
+        offset = keys - queries  # the last query is at the last key's position
         if workload.op == "forward":
             group = workload.nheads // workload.nheads_kv
             heads = workload.nheads_kv * -(-group // packed)

@@ -315,7 +315,7 @@ def _iterations(mma: int, products: Loops, position: int) -> int:
 
 
 def _cost(body: Iterable[Weighted]) -> tuple[int, ...]:
-    """(minus asynchronous copies of 16 bytes, minus those of 8, minus those of 4, instructions)."""
+    """(minus asynchronous copies of 16 bytes, minus copies of 8, minus copies of 4, instructions)."""
     pairs = list(body)
     copies = Counter[str]()
     for i, n in pairs:

@@ -94,5 +94,5 @@ class Timings:
     def _append(self, values: dict[str, Any]) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with FileLock(self.path.with_suffix(".lock")), self.path.open("a+b") as file:
-            # A line of its own, after one that a killed process did not end.
+            # A new line, in case a killed process did not end the previous one.
             file.write(b"\n" * bool(file.tell()) + json.dumps(values).encode() + b"\n")

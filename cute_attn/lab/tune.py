@@ -45,11 +45,11 @@ from cute_attn.traits import Traits
 
 HEAT_ROUNDS = 3
 _NEVER_BACK = "an earlier study ran it and never came back; with another file of timings it is tried again"
-_HOPELESS = math.log(0.8)  # of the first round; more rounds would not change its place
+_HOPELESS = math.log(0.8)  # relative speed in the first round below which more rounds cannot help
 _CLOSE = math.log(1.02)  # how much slower than the best one still races it
 _MOST_RACED, _MOST_PAIRS = 8, 24
 _RACE = 1.5  # the time of that race and the A/B over the A/B's alone
-# To say what fits a budget: seconds of a build, of loading the workers, of a check, and of an A/B beside its samples.
+# To predict what fits a budget: seconds of a build, of loading workers, of a check, and of an A/B without its samples.
 _BUILD_S, _START_S, _CHECK_S, _AB_S = 8.0, 5.0, 0.3, 1.5
 
 
@@ -114,7 +114,7 @@ def tune(
         card = None if static_only else Gpu()
         all_needed = () if static_only else needed_kernels(search.default, shapes, search.target)
         beside = dict.fromkeys(request for request in all_needed if request[1] != search.space.tile)
-        # Where nothing is timed no core is left free.
+        # If nothing is timed, no core is left free.
         workers = len(os.sched_getaffinity(0)) if static_only else None
         builds = WorkerBuilds(traits, search.target, shapes, beside, workers)
         equipment = Equipment(card, builds)
@@ -430,7 +430,7 @@ class _Study:
             times.append(card.sample(run, HEAT_MS))
             return times[-1]
 
-        card.sample(default, HEAT_MS)  # what ran before may have let the clock rise
+        card.sample(default, HEAT_MS)  # earlier work may have let the clock rise
         ratios: list[float] = []
         while len(ratios) < HEAT_ROUNDS and not (ratios and ratios[0] < _HOPELESS):
             pair = (sample, lambda: card.sample(default, HEAT_MS))

@@ -368,7 +368,7 @@ def _wavefronts(i: Instruction) -> float:
     if i.opcode in ("LDSM", "STSM"):
         return float(i.modifiers[-1]) if i.modifiers[-1].isdigit() else 1
     vectors = 4 if "128" in i.modifiers else 2 if "64" in i.modifiers else 1
-    if i.opcode == "LDG":  # of scores' fragments: at least one for each of eight rows
+    if i.opcode == "LDG":  # loads of scores' fragments: at least one for each of eight rows
         return max(vectors, ROWS_OF_FRAGMENT)
     return vectors if i.opcode in _MEMORY else 0
 

@@ -19,7 +19,7 @@ class DqTurns:
     A counter holds 1 + the key block that added last, or 0 before any has.
     """
 
-    counters: cute.Pointer  # int32, from that of the head's first query block on
+    counters: cute.Pointer  # int32 counters, from the head's first query block on
     stride: Constexpr  # from a query block's counter to the next one's
     key_block: Int32
     before: Int32  # the key block that adds just before this one, if it sees the query block

@@ -136,7 +136,7 @@ def check_epilogue(
     else:
         kind = kind_of(epilogue)
         score_mod, mask_mod = (epilogue, None) if kind == "score_mod" else (None, epilogue)
-        name, args = epilogue_of(score_mod, mask_mod, dtype=torch.float64)  # that of the reference below
+        name, args = epilogue_of(score_mod, mask_mod, dtype=torch.float64)  # the dtype of the reference below
         if not name:
             return EpilogueCheck("", (), True)
         found = _function(epilogue, kind, Scores.random(*sizes, extra={name: args}), name)

@@ -17,7 +17,7 @@ from cute_attn.device.pipeline import Accessed, Pipeline
 from cute_attn.rows.tma import TmaTiles
 
 ROWS = 64
-"""Number of rows of a tile: those of one warpgroup."""
+"""Number of rows of a tile: the rows of one warpgroup."""
 
 ROW_COLS = 64
 """16-bit columns in one row of the 128-byte swizzle."""

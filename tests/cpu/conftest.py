@@ -73,7 +73,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def search_path():
-    """Stays as it is: `cute-attn run` in a test's own process adds its program's folder."""
+    """Restore sys.path after a test: `cute-attn run` in the test's process adds its program's folder."""
     before = list(sys.path)
     yield
     sys.path[:] = before

@@ -20,7 +20,7 @@ from tests.kvcache_problem import CASES, UNALIGNED, Case, Problem, random_case
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    """What launches the kernel runs it on the CPU."""
+    """Run the kernel on the CPU in place of its launch."""
     emulated_append.patch(monkeypatch)
 
 
@@ -97,7 +97,7 @@ def test_heads_before_rows_and_gaps_between(page):
 
 
 def test_rows_beyond_the_capacity_are_written_nowhere():
-    """Not into the next entry, nor through an absurd entry of the table; negative lengths are not rows either."""
+    """Nothing is written to the next entry or through an invalid page number; negative lengths have no rows."""
     for page in (0, 4):
         case = Case((10, 12, -3), new=(5, 5, 5), capacity=12, page=page)
         problem = Problem(dataclasses.replace(case, lengths=(10, 12, 0)), dtype=torch.float16)

@@ -199,7 +199,7 @@ def test_a_cache_takes_any_scale_that_attention_takes(scale):
 
 
 def test_pages_that_no_row_needs_may_be_any():
-    """Those behind a sequence's end, and those before the first valid row."""
+    """Invalid page numbers are allowed after a sequence's end and before its first valid row."""
     table = int32(-7, 0, 99, 1, 2, -1).view(2, 3)
     k, v = torch.randn(2, 3, 4, 2, 16)
     options = {"page_table": table, "cache_seqlens": int32(6, 7), "cache_leftpad": int32(4, 0)}

@@ -35,13 +35,13 @@ def seed():
 
 
 class Torch:
-    """Replaces the compiler: what it builds computes in float32 by loops."""
+    """Replaces the compiler: each kernel that it builds computes in float32 by loops."""
 
     def __init__(self):
         self.built, self.launched = [], []
 
     def kernel(self, kernel, target):
-        """What the launch of a kernel runs."""
+        """The function that the kernel's launch runs."""
         traits, tile = kernel.traits, kernel.tile
         self.built.append((traits, tile))
         functions = {"backward": self.main, "backward_split": self.split}
@@ -206,7 +206,7 @@ def the_call(problem, **options):
 
 
 def expected_gradients(problem, inputs, grads):
-    """By autograd through the reference in float32."""
+    """Gradients by autograd through the reference in float32."""
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in inputs]
     changed = replace(
         problem,
@@ -226,7 +226,7 @@ NEEDED = (True, True, True, False, False)
 
 
 def prepared(case, changes=None, **options):
-    """A call of a case, and what its backward gets: gradients of out and of LSE, none, and both results."""
+    """A call of a case, and its backward's inputs: gradients of out and of LSE (None), and both results."""
     call = the_call(case.build("cpu"), **options)._replace(**(changes or {}))
     out, lse, _ = operators.forward_cpu(call)
     return call, (torch.randn(out.shape).to(BF16), None, out, lse)
@@ -308,7 +308,7 @@ def test_a_tile_that_stores_dq_is_named(torch_kernels, name, tile, accepted):
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("name", ["causal", "few-keys", "bias-over-hq", "varlen", "odd", "no-keys"])
 def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
-    """Kernels get a positive one and q times the sign; gradients are those of the call."""
+    """Kernels get a positive scale and q times its sign; the gradients are the ones of the call as given."""
     problem = CASES[name].build("cpu")
     call = the_call(problem)._replace(softmax_scale=scale)
     if call.varlen:  # rows of no sequence are NaN
@@ -334,7 +334,7 @@ def shifted(x, elements):
 
 
 def test_tensors_are_padded_only_where_they_have_to_be(torch_kernels):
-    """Calls of the same metadata whose tensors start elsewhere have plans of their own."""
+    """Calls with equal metadata whose tensors differ in alignment have separate plans."""
     call, outer = prepared(SMALL)
     right = gradients(call, *outer, NEEDED)
     for names in (("q",), ("k", "v"), ("q", "k", "v"), ("v",)) * 2:
@@ -406,7 +406,7 @@ FP32_CASES = {"plain": FP32, "varlen": replace(FP32, lengths_q=(5, 0, 66, 1), le
 @pytest.mark.parametrize("small_row", [None, "q", "v", "grad_out"])
 @pytest.mark.parametrize("name", [*FP32_CASES, "tf32"])
 def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row):
-    """In parts, or whole operands where a row is too small."""
+    """Operands are split into terms; if one row is too small for that, whole operands are used."""
     precision = "tf32" if name == "tf32" else ""
     problem = (FP32 if precision else FP32_CASES[name]).build("cpu")
     call = the_call(problem, backward_tile="operands=terms")._replace(precision=precision, kernel="sm80")
@@ -433,7 +433,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
 
 @pytest.mark.parametrize("precision", ["", "tf32"])
 def test_small_calls_in_fp32_have_whole_operands(torch_kernels, monkeypatch, precision):
-    """Those of many operations are in terms, unless they have too many rows, which a named tile does not change."""
+    """Large calls use terms unless they have too many rows; naming a tile does not lift that limit."""
     call, (grad_out, *outer) = prepared(FP32, {"precision": precision, "kernel": "sm80"})
 
     def operands(call):
@@ -576,7 +576,7 @@ def test_variants(torch_kernels, monkeypatch):
 
 
 def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
-    """A varlen sequence has at most all rows, whatever max_seqlen says."""
+    """A varlen sequence has at most all rows, even if max_seqlen is larger."""
     call, outer = prepared(CASES["varlen"])
     rows = call.q.shape[0], call.k.shape[0]
     for deterministic in (False, True):
@@ -600,7 +600,7 @@ def test_no_sequences_have_gradients_of_zeros(torch_kernels):
 
 
 def many(sequences, rows_q, rows_k=1, heads=4, heads_kv=4):
-    """A varlen call of expanded tensors, which take no memory; each sequence may have all rows."""
+    """A varlen call of expanded tensors, which need no memory; each sequence may have all rows."""
     row, cu_seqlens = torch.zeros(8, dtype=BF16), torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
     call = the_call(VARLEN.build("cpu"))
     tensors = {"q": row.expand(rows_q, heads, 8)} | dict.fromkeys("kv", row.expand(rows_k, heads_kv, 8))
@@ -635,7 +635,7 @@ def test_counts_beyond_32_bits_are_refused(call, sentence):
 
 
 def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
-    """Whatever max_seqlen says."""
+    """The bound does not depend on max_seqlen."""
     assert query_blocks(many(1000, 2**20, heads=4), 64) == 4 * (2**14 + 1000)
     assert query_blocks(the_call(SMALL.build("cpu")), 16) == 2 * 4 * 2
 

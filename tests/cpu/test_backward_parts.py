@@ -194,7 +194,7 @@ def preprocess(
     keep_prob: cute.Tensor,
     kernel: Constexpr,
 ):
-    """Every CTA and thread of the kernel, one after the other; shared memory replaces the shuffles."""
+    """Run every CTA and thread of the kernel in turn; shared memory replaces the shuffles."""
     tile, traits = kernel.tile, kernel.traits
     seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[2], sizes[2])
     for i in cutlass.range(sizes[0] * sizes[1], unroll=1):
@@ -334,7 +334,7 @@ def convert(
     scale: cute.Tensor,
     kernel: Constexpr,
 ):
-    """Every CTA and thread of the kernel, one step after the other."""
+    """Run every CTA and thread of the kernel, one step at a time."""
     tile, varlen = kernel.tile, kernel.traits.varlen
     seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[2], sizes[2])
     s_dq = cute.make_tensor(shared.iterator, kernel.smem_layout())
@@ -418,7 +418,7 @@ def test_convert_on_every_thread(name):
 
 @cute.jit
 def stores(values: cute.Tensor, coordinates: cute.Tensor, kernel: Constexpr):
-    """For each thread, the elements in its copy's source registers, and those at its copy's target addresses."""
+    """For each thread: the elements in its copy's source registers, and the elements at its copy's target addresses."""
     tile, shape = kernel.tile, dq.accumulator_shape(kernel.traits, kernel.tile)
     mma = kernel.tiled_mma()
     store, coords = kernel.store_copy(mma), cute.make_identity_tensor(shape)

@@ -180,7 +180,7 @@ dq_vector=3 dq_vector; dq_unroll=-1 unroll; p_in_regs=true sdp_warps_m; queries_
 tile_m=48 tile_m; tile_n=32 tile_n; dkv_warps_m=1 head_dim; tile_m=1024 shared memory; tile_n=1024 shared memory
 dq_passes=3 dq_passes; dq_passes=0 dq_passes
 """
-"""Changes of a tile, and what the reason names."""
+"""Changes of a tile, each with a word that the reason for declining it contains."""
 STREAMED_REJECTED = """
 columns=100 columns; columns=-64 columns; dq_passes=4 dq_passes 4; dq_warps_m=1 head_dim of a pass
 p_in_regs=true,sdp_warps_m=1,dkv_warps_m=8 columns; tile_m=512 tile_m
@@ -239,7 +239,7 @@ def test_streamed_ctas_cover_all_columns(dtype, dims, chunk):
 
 @cute.jit
 def write_columns(dtype: Constexpr, shape: Constexpr, parts: Constexpr, out: cute.Tensor):
-    """out[row, col] = addresses by the layout of all columns, and of the part that the column is in."""
+    """out[row, col] = addresses in the layout of all columns, and in the layout of the column's range."""
     pointer = cute.make_ptr(dtype, Int32(0), cute.AddressSpace.smem, assumed_align=1024)
 
     def layout(rows, cols, stages=1):
@@ -283,7 +283,7 @@ GPU_TILES = [
 
 @pytest.mark.parametrize("module, name, tile", GPU_TILES)
 def test_tiles_of_gpu_tests_are_accepted(module, name, tile):
-    """They change fields of a default tile, which may become another one."""
+    """These tiles change fields of the default tile, so a new default tile may make them invalid."""
     traits = module.BY_NAME[name].traits("sm80", "backward")
     assert registry.lookup(traits, tile, "sm90").tile.reject(traits, "sm90") is None
 
@@ -345,8 +345,8 @@ def write_rows(kernel: Constexpr, out: cute.Tensor):
                 out[thread, i, m] = coords[i, m, 0][0]
 
 
-def test_pieces_of_one_term_are_whole_modes_of_dq():
-    """So that each has its own factor."""
+def test_sub_tiles_of_one_term_are_whole_modes_of_dq():
+    """Each sub-tile then has one scale factor."""
     kernel = kernel_of("d64-one-term-in-regs")
     tile = kernel.tile
     found = run_on_host(lambda out: write_rows(kernel, out), tile.num_threads, 4, tile.tile_m // 32)
@@ -358,7 +358,7 @@ def test_pieces_of_one_term_are_whole_modes_of_dq():
 
 
 def test_steps_at_once_stay_in_swizzle_atoms():
-    """They divide all steps, and a swizzle atom or atoms them."""
+    """The number of steps at once divides all steps, and divides a swizzle atom's steps or is a multiple of them."""
     for extent, unroll in itertools.product(range(32, 577, 32), range(5)):
         steps, atom = extent // 16, layouts.atom_cols(extent, 16) // 16
         once = BackwardSm80Tile.steps_at_once(extent, unroll)

@@ -68,8 +68,8 @@ def test_head_dims_that_a_cluster_cannot_divide_are_declined():
 @pytest.mark.parametrize(
     ("rows", "cols", "parts"), [(128, 128, 1), (128, 128, 2), (64, 192, 2), (128, 96, 2), (64, 160, 2)]
 )
-def test_parts_of_an_operand_are_whole_atoms(rows, cols, parts):
-    """Every element has its own address, and warpgroups read disjoint swizzle atoms."""
+def test_warpgroups_read_whole_atoms_of_an_operand(rows, cols, parts):
+    """Every element has a different address, and warpgroups read disjoint swizzle atoms."""
     table = offset_table(lambda: operand_layout(rows, cols, cutlass.BFloat16, parts=parts).outer, rows, cols)
     assert sorted(table.flatten()) == list(range(rows * cols))
     atom = layouts.atom_cols(cols // parts, 16) * 8

@@ -1,4 +1,4 @@
-"""Benchmarks without a GPU: rows of decoding, of drop-ins and of masks, and our calls of them."""
+"""Benchmarks without a GPU: rows of decoding, of drop-ins and of masks, and the package's calls for them."""
 
 import math
 
@@ -15,7 +15,7 @@ from cute_attn.sdpa.calls import Inputs, request_of, why_not
 
 
 def visible(row: Row, queries: int, keys: int) -> list[set[int]]:
-    """Each query's keys."""
+    """The set of keys that each query sees."""
     found = []
     for i in range(queries):
         own = keys - queries + i
@@ -47,7 +47,7 @@ def test_bytes_and_operations_are_counted(row):
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: row.name)
 def test_our_call_is_attention_with_the_rows_keys(row):
-    """Against plain torch over the keys that the row says, through the tables of pages."""
+    """Compare with plain torch over the row's keys, found through the tables of pages."""
     x, other = make_inputs(row, "cpu", copies=2)
     assert x.q is other.q and not x.k_cache.equal(other.k_cache)
     out = decode_impls.ours("sm90")(row, x)[""](x).float()
@@ -72,7 +72,7 @@ def test_our_call_is_attention_with_the_rows_keys(row):
 
 
 def calls():
-    """Each row's call under cuDNN, which PyTorch prefers on Hopper, by name."""
+    """The call of each row under cuDNN, which PyTorch prefers on Hopper, by the row's name."""
     found = {}
     for name, row in ROWS.items():
         if isinstance(row, Attention):

@@ -105,7 +105,7 @@ def test_accuracy_allows_twice_plain_torchs_error():
 @pytest.mark.parametrize("features", ["", "-causal-dropout", "-bias_fp32-bias_grad", "-causal-varlen"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_a_kernel_is_checked(op, features, monkeypatch):
-    """On the CPU, where the kernel is the reference in float32."""
+    """On the CPU the kernel is the reference in float32."""
     if op == "forward":
         features = features.replace("-bias_grad", "")
     traits = Traits.parse(op + "-sm80-bf16-d64" + features)

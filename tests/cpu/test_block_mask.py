@@ -44,7 +44,7 @@ def blocks_of(*rows):
 
 
 def full_blocks(mask_mod):
-    """A BlockMask whose full blocks hide nothing, whatever its function says: of each row the last, none partial."""
+    """A BlockMask with one full block per row, the last one, and no partial ones: its function hides nothing."""
     none = torch.zeros(1, 1, 3, dtype=torch.int32)
     indices = torch.arange(3).expand(1, 1, 3, 3).int().contiguous()
     last = indices.flip(-1).contiguous()
@@ -58,7 +58,7 @@ def qkv(batch=2, seqlen_q=300, seqlen_k=300, nheads=4, nheads_kv=2, head_dim=16)
 
 
 def test_blocks_without_a_function():
-    """Where torch's eager program would see all keys."""
+    """Unlisted blocks stay hidden where torch's eager FlexAttention would see all keys."""
     q, k, v = qkv(seqlen_q=300, seqlen_k=384)
     rows = ((0, 2), (1,), ())
     got = attention(q, k, v, block_mask=blocks_of(*rows))
@@ -72,7 +72,7 @@ def test_blocks_without_a_function():
 
 @pytest.mark.parametrize("block_size", [(128, 128), (64, 32), (256, 128), (96, 384)])
 def test_lists_are_of_the_blocks_with_visible_keys(block_size):
-    """Of blocks of 128, by the mask of every element."""
+    """Lists of blocks of 128 agree with the mask of every element."""
     seqlen_q, seqlen_k, heads = 500, 700, 4
     mask = create_block_mask(window, None, heads, seqlen_q, seqlen_k, device="cpu", BLOCK_SIZE=block_size)
     lists = block_lists(kinds_of(mask), block_size, 1, seqlen_q, heads, seqlen_k, 2)
@@ -110,17 +110,17 @@ def test_full_blocks_need_no_mask():
 
 
 def test_keys_beyond_the_sequence_are_masked_for_all_queries():
-    """Their P, of scores of 0, may be infinite where the others' are far below, and dQ then NaN."""
+    """Their scores are 0, so if a query's other scores are far below, P would be infinite and dQ NaN."""
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
     _, _, counts, blocks = block_lists(kinds_of(mask), mask.BLOCK_SIZE, 1, 512, 1, 200, 1)
     assert counts[0, 0].tolist() == [[384, 512], [0, 384]]
-    # The first of those is partial, the others full: their own mask hides nothing.
+    # The first of these blocks is partial. The others are full: the mask itself hides nothing in them.
     assert blocks[0, 0, 1, :3].tolist() == [2 * 1 + 1, 2 * 2, 2 * 3]
 
 
 @pytest.mark.parametrize("lengths", [(128, 512), (512, 128), (128, 128)])
 def test_lists_have_unit_strides(lengths):
-    """As kernels are compiled for, where there is one block as well."""
+    """Kernels are compiled for unit strides, so a list of a single block has one too."""
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, *lengths, device="cpu")
     made = block_lists(kinds_of(mask), mask.BLOCK_SIZE, 2, lengths[0], 4, lengths[1], 2)
     assert [x.stride(-1) for x in made] == [1] * 4
@@ -164,7 +164,7 @@ def near(b, h, q_idx, kv_idx):
 
 
 def blocks_of_each_head():
-    """Without a function, which would hide what a head does not list."""
+    """Different blocks for each head, without a function: a function would hide the unlisted blocks itself."""
     one, other = (blocks_of(*rows) for rows in (((0, 2), (1,), (2,)), ((1,), (0, 2), (0,))))
     lists = ((x.kv_num_blocks, x.kv_indices) for x in (one, other))
     return BlockMask.from_kv_blocks(*(torch.cat(both, 1) for both in zip(*lists, strict=True)))
@@ -188,7 +188,7 @@ MASKS = {
 
 
 def emulated(case, are_packed, nheads_kv):
-    """One sequence of 300, or some packed: as kernels take them, and as the definition does, each with its lengths."""
+    """One sequence of 300 or several packed ones: arguments of kernels and of the definition, each with its lengths."""
     problem = Scores.random(4 if are_packed else 1, 2, 300, 300)
     both, given, packed = ([300], [300]), (problem.q, problem.k[:, :, :nheads_kv]), None
     lengths = each = Lengths()
@@ -264,7 +264,7 @@ def test_kernels_visit_listed_blocks(case, tiling, are_packed):
     ],
 )
 def test_backward_kernels_visit_listed_blocks(case, tiling, are_packed):
-    """The heads share a kv head: a key block is visited with the query blocks that either of them lists."""
+    """Two heads share a kv head: a key block is visited with every query block that either head lists."""
     name, tensors, lengths, problem, each = emulated(case, are_packed, nheads_kv=1)
     made = TRANSPOSED[tiling].of(f"{name}-varlen" if are_packed else name, op="backward")
     assert made.epilogues.visits_lists
@@ -301,7 +301,7 @@ def packed(q, k, v, **options):
 
 
 def one_by_one(q, k, v, mask_mod, **options):
-    """Each sequence by itself, with its number in place of the batch's."""
+    """Evaluate each sequence by itself, with its number as the batch."""
     outs = []
     for b in range(3):
         rows = [
@@ -371,7 +371,7 @@ def test_the_gradient_of_packed_sequences_as_a_call():
 
 
 def test_lists_of_fake_tensors_are_not_kept():
-    """Of a mask that has been used, and then traced with other lengths."""
+    """A mask that has been used may then be traced with fake tensors of other lengths."""
     mask, (q, k, v) = create_block_mask(causal_document, None, None, 300, 300, device="cpu"), qkv()
     expected = attention(q, k, v, block_mask=mask)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
@@ -381,7 +381,7 @@ def test_lists_of_fake_tensors_are_not_kept():
 
 
 def told(tensors=None, **options):
-    """A call of tensors by name, or of those of ``qkv``, with a mask of 4 heads of 300 queries and keys."""
+    """Call attention with a mask of 4 heads of 300 queries and keys; tensors: replace the ones of ``qkv`` by name."""
     mask = create_block_mask(window, None, 4, 300, 300, device="cpu")
     given = dict(zip("qkv", qkv(), strict=True)) | (tensors or {})
     return attention(**given, **({"block_mask": mask} | options))

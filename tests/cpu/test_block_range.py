@@ -1,4 +1,4 @@
-"""Which key blocks a query block visits, and how lengths are read: device code run on the CPU against brute force."""
+"""The key blocks that a query block visits, and how lengths are read: device code on the CPU against brute force."""
 
 import functools
 import itertools
@@ -39,7 +39,7 @@ def block_ranges(problems: cute.Tensor, out: cute.Tensor, mask: Constexpr, of_ke
 
 @functools.cache
 def compiled(kind, of_keys):
-    """For any problems."""
+    """``block_ranges`` of a kind, compiled for any number of problems."""
     tensors = (dynamic(torch.zeros(1, n, dtype=torch.int32)) for n in (8, 4))
     return cute.compile(block_ranges, *tensors, KINDS[kind], of_keys)
 
@@ -62,7 +62,7 @@ def lengths_and_bounds(kind):
 
 
 def visible_keys(kind, shift, left, right, seqlen_k, queries):
-    """For each query the set of its keys, from the definition."""
+    """Set of the keys that each query sees, from the definition."""
     keys = torch.arange(seqlen_k)
     distance = keys - (torch.arange(*queries).unsqueeze(1) + shift)
     if kind == "none":
@@ -96,7 +96,7 @@ def test_block_ranges(kind, tile_m, tile_n, top_left):
         whole = [n for n in range(last) if bool(seen[:, n * tile_n : (n + 1) * tile_n].all())]
         assert list(range(full_begin, full_end)) == whole, problem
         # Blocks are visited from the last one down. So every row sees a key before the first block without a mask, and
-        # frozen row maxima are some row's own.
+        # no frozen row maximum is -inf.
         if whole:
             assert seen[:, full_end * tile_n :].any(1).all(), problem
 
@@ -105,7 +105,7 @@ def test_block_ranges(kind, tile_m, tile_n, top_left):
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 16), (80, 128)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_query_blocks_of_a_key_block(kind, tile_m, tile_n, top_left):
-    """The same problems seen from the keys, with a key block behind the sequence's end besides."""
+    """The same problems seen from the keys; one key block lies after the sequence's end."""
     problems = [
         (*given, first, first + tile_n)
         for given in lengths_and_bounds(kind)
@@ -121,12 +121,12 @@ def test_query_blocks_of_a_key_block(kind, tile_m, tile_n, top_left):
             assert begin == end, problem
         else:
             assert (begin, end) == (int(rows[0]) // tile_m, int(rows[-1]) // tile_m + 1), problem
-        # Without a mask are those whose queries, as far as they exist, all see all keys, of which none is left out.
+        # Blocks without a mask are the ones whose existing queries all see all keys; none of them is left out.
         blocks = range(-(-seqlen_q // tile_m)) if first + tile_n <= seqlen_k else ()
         whole = [m for m in blocks if bool(seen[m * tile_m : (m + 1) * tile_m].all())]
         assert list(range(full_begin, full_end)) == whole, problem
-    # Where key blocks take turns to add to a query block, the last one first, each waits for the one just before it
-    # if that visits the query block. So those that visit a query block have to be adjacent.
+    # If key blocks take turns to add to a query block, from the last one down, each waits for the previous one,
+    # if it visits the query block. So all key blocks that visit a query block must be adjacent.
     for _, own in itertools.groupby(zip(problems, found, strict=True), lambda x: x[0][:4]):
         ranges = [(begin, end) for _, (_, (begin, *_, end)) in own]
         for apart, first in ((1, 0), (2, 0), (2, 1)):
@@ -151,7 +151,7 @@ def read_lengths(seqlens: Seqlens, out: cute.Tensor):
 @pytest.mark.parametrize("packed", [False, True])
 def test_lengths_are_read_for_each_batch(packed, used):
     lengths = {"q": [5, 0, 300, 7], "k": [9, 11, 0, 1]}
-    counts = {"q": [4, 0, 301, 0], "k": [9, 2, 0, 5]}  # seqused beyond a sequence's own length is that length
+    counts = {"q": [4, 0, 301, 0], "k": [9, 2, 0, 5]}  # a larger seqused counts as the sequence's length
     expected, tensors = [], {}
     for side, longest in (("q", 300), ("k", 11)):
         starts = [sum(lengths[side][:i]) for i in range(5)]

@@ -90,7 +90,7 @@ def test_as_many_rows_as_there_may_be(tile):
 
 @pytest.mark.parametrize(("arch", "tile"), [("sm80", "pack_heads=64,tile_m=64"), ("sm90", "pack_heads=8")])
 def test_rows_of_packed_heads_in_long_sequences(arch, tile, monkeypatch):
-    """Those in bounds of a tile's O, as kernels copy them: queries left, times heads, would exceed 32 bits."""
+    """Kernels count a tile's rows within O's bounds; all remaining queries times heads would exceed 32 bits."""
     kernel, copied = registry.lookup(Traits("forward", arch, "bf16", 64), tile, arch), []
     monkeypatch.setattr(RowCopy, "copy", lambda self, source, target, rows, whole: copied.append(rows))
 

@@ -1,4 +1,4 @@
-"""Bundles of compiled kernels: made here, and read where there is no compiler."""
+"""Bundles of compiled kernels: made here, and read without a compiler."""
 
 import json
 import lzma
@@ -60,13 +60,13 @@ def unseen(monkeypatch):
 
 @pytest.fixture
 def copy(made, tmp_path):
-    """A copy of it, to be damaged."""
+    """A copy of the bundle, for tests that damage it."""
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 
 @pytest.fixture
 def no_dsl(monkeypatch):
-    """As where the DSL is not installed, as far as the compiler asks."""
+    """To the compiler, the DSL looks as if it were not installed."""
     monkeypatch.setattr(_without_dsl, "is_installed", lambda: False)
 
 
@@ -97,13 +97,13 @@ MISSING = {
     "a call of the DSL": "RuntimeError: building kernels needs nvidia-cutlass-dsl",
     "ptx": "append-sm80-bf16-d64 comes from a bundle, which holds no PTX",
 }
-"""What a process without the DSL lacks, by one sentence each."""
+"""Cases in which a process without the DSL lacks something -> the sentence that says so."""
 
 
 def test_calls_need_no_compiler(made, tmp_path):
-    """On the CPU; on a GPU they take kernels of the bundle, which check arguments and report the runtime's errors.
+    """On the CPU; on a GPU, calls use the bundle's kernels, which check arguments and report the runtime's errors.
 
-    A process without the DSL says what it finds, by the sentences of ``tests/without_compiler.py``.
+    A process without the DSL reports its findings as sentences, see ``tests/without_compiler.py``.
     """
     library = open_bundle(str(made)).get(key()).files[LIBRARY]
     (tmp_path / "kernel.so").write_bytes(library)

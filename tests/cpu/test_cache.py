@@ -19,7 +19,7 @@ from cute_attn.compiler import SpillWarning, cache, compiled, cubin
 from cute_attn.compiler.cache import CUBIN, OBJECT, PTX, CacheUnusable, DiskCache, Entry
 from tests import processes, toy
 
-pytestmark = pytest.mark.filterwarnings("ignore::cute_attn.compiler.SpillWarning")  # the toy's own
+pytestmark = pytest.mark.filterwarnings("ignore::cute_attn.compiler.SpillWarning")  # of the toy kernel
 PARTS = {OBJECT: b"object", CUBIN: b"cubin", PTX: b"ptx"}
 
 
@@ -38,7 +38,7 @@ def nothing_warned(monkeypatch):
 
 @pytest.fixture
 def built(fresh_cache, monkeypatch):
-    """Keys of the kernels that were built: instead of compiling, which is not what is tested."""
+    """Keys of the kernels that were built. Compiling itself is not tested here, so a stub replaces it."""
     keys = []
 
     def build(kernel, target, key, options):
@@ -108,7 +108,7 @@ def test_what_belongs_to_another_user_is_neither_read_nor_written(store, monkeyp
 
 
 def test_an_entry_under_another_key_is_a_miss(store):
-    """Who may rename a folder above the cache could give this user's own files other names."""
+    """Someone who may rename a folder above the cache could swap the names of this user's files."""
     os.link(store.root / "kernels" / "key", store.root / "kernels" / "other")
     os.symlink("key", store.root / "kernels" / "third")
     assert store.get("key") == entry() and store.get("other") is None and store.get("third") is None
@@ -118,7 +118,7 @@ def test_an_entry_under_another_key_is_a_miss(store):
 
 
 def at_once(*calls):
-    """Run each in a thread of its own; raises what they raise."""
+    """Run each function in a separate thread; raises the exceptions that they raise."""
     barrier = threading.Barrier(len(calls))
 
     def run(call):
@@ -236,7 +236,7 @@ def without_room(put):
 
 @pytest.fixture(params=["it cannot be made", "others may write", "no home", "the disk is full", "read-only"])
 def unwritable(request, fresh_cache, monkeypatch):
-    """A cache that nothing can be stored in; what a warning says of it."""
+    """A cache that cannot store anything, and the text of the warning about it."""
 
     def read_only(**_):
         raise OSError(errno.EROFS, "Read-only file system")

@@ -27,7 +27,7 @@ from cute_attn.traits import Traits
 def offsets(
     whole: cute.Tensor, boxes: cute.Tensor, rows: Constexpr, cols: Constexpr, box: Constexpr, parts: Constexpr
 ):
-    """Of each element, before the swizzle: in the whole tile, and as its box's place plus its offset in a box."""
+    """Offsets of elements before the swizzle: in the whole tile, and as a box's start plus the offset in the box."""
     dtype = cutlass.BFloat16
     width = layouts.atom_cols(cols // parts, dtype.width)
     tile = operand_layout(rows, cols, dtype, parts=parts).outer
@@ -44,7 +44,7 @@ def offsets(
 )
 @pytest.mark.parametrize(("rows", "box"), [(64, 8), (64, 16), (128, 64), (48, 16), (80, 80)])
 def test_boxes_make_up_the_tile(rows, box, cols, parts):
-    """Also one whose columns two warpgroups divide."""
+    """This includes tiles whose columns two warpgroups divide."""
     whole, boxes = (torch.full((rows, cols), -1, dtype=torch.int32) for _ in range(2))
     offsets(from_dlpack(whole), from_dlpack(boxes), rows, cols, box, parts)
     assert whole.equal(boxes)
@@ -133,7 +133,7 @@ def load(given: tuple, kernel: Constexpr):
     ],
 )
 def test_rows_that_start_anywhere(dim, alignment, paged):
-    """Each element is where it belongs; columns and rows beyond are zero, whatever is next to them in memory."""
+    """Each element is in its place; columns and rows out of bounds are zero, whatever lies next to them in memory."""
     traits = Traits("kvcache", "sm80", "fp16", dim, paged=paged, alignment=alignment)
     tile = registry.lookup(traits, f"tile_m=64,tile_n={KEYS},num_warps=4,key_groups=1").tile
     kernel = (KvcacheSm80 if alignment == 1 else WithoutCpAsync)(traits, tile)

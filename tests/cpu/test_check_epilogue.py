@@ -1,4 +1,4 @@
-"""check_epilogue and what calls users' epilogues by name: a right one passes, each mistake is found."""
+"""check_epilogue, and the functions that call users' epilogues by name: a right one passes, each mistake is found."""
 
 import cutlass
 import pytest

@@ -48,7 +48,7 @@ finally:
 
 
 def loading(*command, **environment):
-    """A command in a new process, which says at its end what it has loaded."""
+    """Run a command in a new process, which prints the modules that it has loaded."""
     return processes.alone("-c", LOADED, *command, environment=environment)
 
 
@@ -221,7 +221,7 @@ table --target x -> target is 'x'; accepted:
 """
 EARLY = """
 compile forward-sm80-bf16-d64 --tile tilen=32 -> tile has 'tilen=32' (did you mean 'tile_n'?); accepted
-check kvcache-sm90-bf16-d512 --tile stages=9 -> tile has 'stages=9' (did you mean 'num_stages'?); accepted
+check kvcache-sm90-bf16-d512 --tile num_stage=9 -> tile has 'num_stage=9' (did you mean 'num_stages'?); accepted
 bench forward-sm80-bf16-d64 --tile tile_n=7 -> tile_n is 7; accepted
 verdict backward-sm90-bf16-d128 --target sm80 -> backward-sm90 runs on sm90, not on sm80
 ab forward-sm90-bf16-d128 --peer fa9 -> --peer is 'fa9'; accepted: fa2, mem_efficient
@@ -304,7 +304,7 @@ WITHOUT = (
     "sys.modules.update(dict.fromkeys(gone))\n"
     "importlib.util.find_spec = lambda name, *of: None if name in gone else find(name, *of)\n"
 )
-"""What only the laboratory and the commands need is not installed."""
+"""Hides the packages that only the laboratory and the commands need."""
 
 
 def test_attention_needs_nothing_of_the_laboratory():
@@ -335,8 +335,8 @@ LACKING = [
 
 
 @pytest.mark.parametrize(("lacking", "command", "status", "said"), LACKING, ids=[row[1] for row in LACKING])
-def test_commands_do_without_what_only_others_need(lacking, command, status, said):
-    """Or name it in a sentence, which a loaded file has its places and a count of hidden frames around."""
+def test_commands_need_no_packages_of_other_commands(lacking, command, status, said):
+    """A command that needs the package names it in one sentence; an error in a loaded file also has its location."""
     done = processes.alone("-c", f"{lacking}\nfrom cute_attn.__main__ import main\nmain()", *command.split())
     assert done.returncode == status and "Traceback" not in done.stdout
     assert said in done.stderr if "--load" in command else done.stderr == said

@@ -1,6 +1,6 @@
-"""The combine kernel after stream-K, on every thread of every CTA: it finds and merges what the CTAs have written.
+"""The combine kernel after stream-K, on every thread of every CTA: it finds and merges the partial results.
 
-Shares are the device code's (``tests.divided_keys``); what a kvcache kernel writes for each is computed in torch.
+Stream-K ranges are computed by device code (``tests.divided_keys``), and the kvcache kernel's results in torch.
 """
 
 import functools
@@ -39,7 +39,7 @@ def combine(
     memory: cute.Tensor,
     kernel: Constexpr,
 ):
-    """All CTAs. numbers: max_seqlen_q, ctas."""
+    """Run all CTAs. numbers: max_seqlen_q, ctas."""
     packed: Constexpr = kernel.traits.varlen
     seqlens = Seqlens(
         starts if packed else None, None, None, lengths, numbers[0], Int32(1 << 30), None, Int32(0)
@@ -57,7 +57,7 @@ def combine(
 
 
 def attend(q, k, v, keys):
-    """One query with some of the keys, in fp64: out and LSE, of NaN and -inf without any."""
+    """out and LSE of one query and some of the keys, in fp64; without keys, NaN and -inf."""
     if not len(keys):
         return torch.full((DIM,), math.nan), -math.inf
     scores = k[keys] @ q
@@ -151,7 +151,7 @@ def test_batched_queries(tile, ctas):
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("ctas", [5, 40])
 def test_packed_queries(tile, ctas):
-    """Of several query blocks, and of none."""
+    """Sequences of several query blocks, and of none."""
     lengths = [(1, 200), (0, 90), (40, 333), (17, 17), (3, 0), (16, 64)]
     Call("causal", lengths, ctas).check(kernel_of("causal", True, *tile))
 

@@ -41,7 +41,7 @@ def test_builds_for_a_target_without_a_gpu(fresh_cache, target, arch):
     compiled = compile(toy.NAME, target=target)
     assert f".target {arch}" in compiled.ptx
     assert compiled.cubin.startswith(b"\x7fELF")
-    assert arch.rstrip("f") in compiled.sass.splitlines()[0]  # of a family the oldest
+    assert arch.rstrip("f") in compiled.sass.splitlines()[0]  # a family's oldest target
     assert compiled.instructions["FFMA"] >= compiled.tile.values
     assert sum(compiled.instructions.values()) == len(re.findall(r"/\*[0-9a-f]{4,}\*/", compiled.sass))
     assert not compiled.from_cache and compiled.seconds > 0
@@ -86,7 +86,7 @@ def test_a_kernel_that_spills_reports_it_and_warns_once(fresh_cache, monkeypatch
     assert lean.resources.spill_store_bytes == lean.resources.spill_load_bytes == 0
     assert not lean.instructions.keys() & {"STL", "LDL"}
     forget(monkeypatch)
-    with pytest.warns(compiler.SpillWarning, match=text):  # as an operator loads it in a new process
+    with pytest.warns(compiler.SpillWarning, match=text):  # like an operator in a new process
         found = compiler.build(registry.lookup(TRAITS, "values=256", "sm80"), "sm80")
     assert found.from_cache
 
@@ -293,19 +293,19 @@ NAMED_AS_ANOTHER = REGISTERING.replace('"mine"', '"test"')
 
 @pytest.mark.slow
 def test_prebuild_in_a_script_without_a_guard(fresh_cache, tmp_path):
-    """The script runs once; kernels that it registers are built too, and those of modules outside sys.path."""
+    """The script runs once; kernels that it registers are built too, even from modules outside sys.path."""
     (tmp_path / "script.py").write_text(GUARDLESS)
     (tmp_path / "my_kernels.py").write_text(REGISTERING + "import test_support_kernels\n")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (elsewhere / "test.py").write_text(NAMED_AS_ANOTHER)  # as is a module of Python's own
+    (elsewhere / "test.py").write_text(NAMED_AS_ANOTHER)  # Python has a module of that name
     (tmp_path / "test_support_kernels.py").write_text(
         f"from cute_attn.cli.main import _load\nfrom pathlib import Path\n_load(Path({str(elsewhere / 'test.py')!r}))\n"
     )
     done = processes.alone("script.py", folder=tmp_path)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     expected = [(name, None, True) for name in ("mine", "own", "test")]
-    found = [True, False, True]  # the script's own was built by its own process
+    found = [True, False, True]  # the script's process built the script's kernel
     assert done.stdout == f"script\n{expected}\n{found}\n"
 
 
@@ -328,9 +328,9 @@ def test_a_module_that_prebuilds_when_imported_terminates(fresh_cache, tmp_path,
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("error")  # as of a pipe that is left open
+@pytest.mark.filterwarnings("error")  # for example about a pipe left open
 def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
-    """Found on disk, built, refused, and one whose building ends the process, after which another takes its place."""
+    """One is found on disk, one built, one refused, and one ends its process, which another process replaces."""
     monkeypatch.syspath_prepend(tmp_path)
     call = "    def __call__(self, x: \"__import__('os')._exit(3)\", stream): ..."
     source = NAMED_AS_ANOTHER.replace("    pass", call).replace('"test"', '"deadly"')
@@ -355,7 +355,7 @@ def test_each_prebuilt_kernel_has_a_result(fresh_cache, tmp_path, monkeypatch):
 
 
 def test_closing_the_iterator_stops_the_processes(fresh_cache, monkeypatch):
-    """The second build goes on until its process is stopped, and none is begun after it."""
+    """The second build runs until its process is stopped, and no build starts after it."""
     asked, stopped = [], threading.Event()
 
     def ask(message):
@@ -384,7 +384,7 @@ def test_every_field_of_traits_and_of_a_tile_changes_the_key():
         keys = {key(**{what: plain})}
         for field in dataclasses.fields(plain):
             changed = copy.copy(plain)
-            object.__setattr__(changed, field.name, "another")  # which no check of its own refuses
+            object.__setattr__(changed, field.name, "another")  # bypasses the class's checks
             keys.add(key(**{what: changed}))
         assert len(keys) == 1 + len(dataclasses.fields(plain))
 
@@ -501,7 +501,7 @@ class Mine:
 def key_of_a_cell(
     monkeypatch, before="", constant="WIDTH = 8", factor=2, attribute="stages = 3", annotation="int | None"
 ):
-    """Of a class as a notebook's cell makes it: in a module without a file."""
+    """Key of a kernel whose class a notebook's cell defines, in a module without a file."""
     module = types.ModuleType("typed_in_a_cell")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     text = before + CELL.format(constant=constant, factor=factor, attribute=attribute, annotation=annotation)
@@ -525,7 +525,7 @@ def test_a_typed_class_is_known_by_its_code_and_what_that_names(monkeypatch):
     keys = {first, *(key_of_a_cell(monkeypatch, **change) for change in changes)}
     assert len(keys) == 1 + len(changes)
     with_an_object = [key_of_a_cell(monkeypatch, constant="WIDTH = object()") for _ in range(2)]
-    assert len({*keys, *with_an_object}) == len(keys) + 2  # which is never taken for another
+    assert len({*keys, *with_an_object}) == len(keys) + 2  # an object never equals another one
 
 
 def test_a_typed_classes_key_is_that_of_another_process(monkeypatch):

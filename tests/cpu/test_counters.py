@@ -25,7 +25,7 @@ def test_replayed_tiles_are_added_up_while_streams_are_added(monkeypatch):
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Without a GPU: ``streams.current`` is the current stream, whose counters are numbers."""
+    """CUDA streams without a GPU: ``streams.current`` is the current stream, and counters are plain numbers."""
     monkeypatch.setattr(counters, "_of_streams", {})
     monkeypatch.setattr(counters, "_free", {})
     monkeypatch.setattr(counters, "_is_capturing", lambda: False)
@@ -35,7 +35,7 @@ def streams(monkeypatch):
 
 def test_another_thread_may_take_the_last_counters(streams, monkeypatch):
     class Taken(list):
-        """Another thread takes the last one between a look and a step."""
+        """Another thread removes the last element between a check and the next step."""
 
         def __bool__(self):
             found = len(self) > 0

@@ -51,7 +51,7 @@ def marked(defaults: list[Default]) -> list:
 
 
 def kinds(default: Default) -> set[Hashable]:
-    """An operation on a generation; and on one of them, each dtype, size of head dim and feature of its loop."""
+    """Op and generation of a kernel; for each op also every dtype, range of head dims and feature of its loop."""
     traits = default.traits
     found: set[Hashable] = {(traits.op, traits.arch if traits.op in LOOPS else ""), (traits.op, traits.dtype)}
     if traits.op not in LOOPS:
@@ -62,16 +62,16 @@ def kinds(default: Default) -> set[Hashable]:
 
 
 def to_disassemble() -> list[Default]:
-    """Of the cover, kernels with TMA, those whose tiles have every value of every field, and one of each kind."""
+    """Kernels of the cover with TMA, and enough others to have every value of every tile field and one of each kind."""
     return covering(
         COVER, what_shapes_machine_code, always=[default for default in COVER if uses_tma(default)]
     )
 
 
 def what_shapes_machine_code(default: Default) -> set[Hashable]:
-    """ptxas turns the same PTX into the same instructions whatever the head dim; a tile shapes the steady step."""
+    """ptxas makes the same instructions from the same PTX at every head dim; a tile shapes the steady step."""
     traits = default.traits
-    kind = (traits.op, "" if traits.op in OTHERS else traits.arch)  # which are the same on both generations
+    kind = (traits.op, "" if traits.op in OTHERS else traits.arch)  # OTHERS are the same on both generations
     if not has_one_step(default):
         return {kind}
     values = asdict(default.kernel.tile) | {"dtype": traits.dtype}
@@ -113,7 +113,7 @@ def test_default_builds_without_spills(default):
 
 
 def test_the_machine_code_of_a_default(disassembled):
-    """It has its instructions, a fence where the two proxies of shared memory meet, and its tile's steady step."""
+    """It has the expected instructions, fences between the two proxies of shared memory, and its tile's steady step."""
     traits = disassembled.traits
     if traits.op in OTHERS:  # some have two kernels
         assert set(OTHERS[traits.op][1]) <= build(disassembled).instructions.keys()
@@ -124,7 +124,7 @@ def test_the_machine_code_of_a_default(disassembled):
     assert {i.opcode for i in code.instructions}.issuperset((*words[:2], *loads))
     if uses_tma(disassembled):
         order = proxy_order(code)
-        assert len(order.pipelines) >= 3  # of Q, K and V
+        assert len(order.pipelines) >= 3  # pipelines of Q, K and V
         assert order.releases >= len(order.pipelines)
         unordered = list(order.unordered)
         if getattr(disassembled.kernel.tile, "dq_rows", 0):

@@ -1,4 +1,4 @@
-"""``make demo`` fits on a screen, and says what failed."""
+"""``make demo`` fits on a screen, and reports the step that failed."""
 
 import pytest
 import torch

@@ -100,7 +100,7 @@ def test_others_are_not(name):
 
 
 def test_a_class_is_not():
-    """It would take the rows of a cache for keys."""
+    """An epilogue class would take cache rows for keys."""
     load("custom_epilogue")
     assert not wanted(call(1, 8192, epilogues={"relative_position": (torch.zeros(4, 9),)}))
 
@@ -118,7 +118,7 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_launches_equal_the_definition(name, monkeypatch):
-    """With the arguments that the kernels are compiled for, into outputs of other strides."""
+    """Launches get the arguments that the kernels are compiled for, and write outputs with other strides."""
     emulated_kvcache.patch(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     params = LAUNCHED[name]
@@ -135,7 +135,7 @@ def test_launches_equal_the_definition(name, monkeypatch):
 
 
 def test_rows_that_no_sequence_owns_stay(monkeypatch):
-    """In memory that was given; the combine kernel writes all rows."""
+    """The outputs are given tensors; the combine kernel writes every row of a sequence."""
     emulated_kvcache.patch(monkeypatch)
     params = call(5, 5000, (2, 1), packed=True)
     cu = torch.tensor([0, 3], dtype=torch.int32)

@@ -1,6 +1,6 @@
-"""What README, CONTRIBUTING and the pages of docs say exists and runs: commands, modules, files and names.
+"""Commands, modules, files and names in README, CONTRIBUTING and docs exist, and commands run.
 
-Commands that need no GPU run, on kernels that other tests build too; those that need one are refused in a sentence.
+Commands that need no GPU run, on kernels that other tests build too. Others are refused in one sentence.
 """
 
 import importlib.util
@@ -32,11 +32,11 @@ TEXT = "\n".join(page.read_text() for page in PAGES)
 
 NEED_GPU = {"bench", "ab", "tune"}
 NEED_FILES = {"run", "hub", "bundle", "export", "--load"}
-"""The first words of commands on a reader's own files, which are parsed alone."""
+"""First words of commands on files that a reader would supply; these commands are only parsed."""
 
 
 def quoted() -> list[str]:
-    """Lines of shell, and what stands between backticks, over line ends too."""
+    """Lines of shell commands, and all text between backticks, also where it continues on the next line."""
     shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", TEXT, re.S | re.M)).replace("\\\n", " ")
     prose = re.sub(r"^```.*?^```", "", TEXT, flags=re.S | re.M)
     return [*shell.splitlines(), *(" ".join(text.split()) for text in re.findall(r"`([^`]+)`", prose))]
@@ -66,11 +66,11 @@ COMMANDS = {
     command: words if len(words) > 1 else [*words, "--help"]
     for command, words in words_after("cute-attn").items()
 }
-"""Those that are only named with what lets them run."""
+"""Commands -> their words. A command without arguments gets ``--help``, so that it can run."""
 
 
 def parse(words: list[str]) -> None:
-    """As the command line does it, without running the command."""
+    """Parse the words like the command line does, without running the command."""
     command = typer.main.get_command(app)
     context = command.make_context("cute-attn", list(words))
     while isinstance(command, typer.core.TyperGroup):
@@ -95,12 +95,12 @@ def test_a_command_parses_and_its_kernels_exist(command, tmp_path, monkeypatch):
     parse(words)
     for traits, tile in kernels_of(words):
         target = words[words.index("--target") + 1] if "--target" in words else traits.arch
-        if not traits.variant and not traits.epilogues:  # a reader's own
+        if not traits.variant and not traits.epilogues:  # otherwise a reader's kernel
             assert registry.lookup(traits, tile, target)
 
 
 def has_its_file(words: list[str]) -> bool:
-    """True if a reader's own file is one of the examples."""
+    """True if the file that the command loads is one of the examples."""
     return words[0] == "--load" and ((ROOT / words[1]).exists() or words[1] == "tour.levels")
 
 
@@ -120,7 +120,7 @@ def to_run() -> list[str]:
 
 
 def smaller(text: str) -> str:
-    """With kernels of a small head dim, which build in half the time."""
+    """The command with kernels of a small head dim, which build in half the time."""
     return re.sub(r"\b(forward-sm80-bf16)-d(64|128)(-causal|\")", r"\1-d32\3", text)
 
 
@@ -145,7 +145,7 @@ def test_a_command_runs_or_says_that_it_needs_a_gpu(command, tmp_path):
 
 
 MODULES = {command: words for command, words in words_after("python", "-m").items() if words != ["build"]}
-"""Without the one that a reader installs before."""
+"""Modules to run with ``python -m``, except ``build``, which readers have to install first."""
 
 
 @pytest.mark.parametrize("command", MODULES)
@@ -181,7 +181,7 @@ def blocks(page: Path, language: str) -> list[str]:
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
 )
 def test_a_pages_python_runs(page, tmp_path):
-    """One after the other, as a reader types them; on a CPU, and without what only some readers have."""
+    """Blocks run in order, like a reader types them; on the CPU, and without packages that only some readers have."""
     found = [block for block in blocks(page, "python") if "transformers" not in block]
     assert found, page
     script = tmp_path / "page.py"
@@ -245,7 +245,7 @@ def test_numbers_of_the_first_screen_are_stored_results():
 # ---- places in the sources ----
 
 FOLDERS = [ROOT, ROOT / "cute_attn", ROOT / "cute_attn/kernels/forward_sm90"]
-"""What paths in documents are relative to."""
+"""Folders that paths in documents are relative to."""
 
 
 def defines(path: str, name: str) -> bool:
@@ -265,7 +265,7 @@ def test_places_in_the_sources_exist():
 
 
 def test_the_picture_is_of_todays_imports_which_point_down():
-    """No cycle, and kernels import nothing of the host, nor the host anything of a door."""
+    """There is no cycle; kernels import nothing from the host, and the host imports nothing from the doors."""
     drawn = json.loads((ROOT / architecture.DATA).read_text())
     assert drawn == architecture.imports(), "python -m docs.architecture --write"
     assert set(architecture.levels(drawn)) == set(drawn)

@@ -1,4 +1,4 @@
-"""What holds at every door, by the definition and where CPU tensors go the way of a GPU's."""
+"""Properties that every door has: by the definition, and with CPU tensors on the code path of a GPU."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ DECLINED = "none of them 0"
 
 
 class Launches:
-    """Stands for the kernels: notes their names, and what numbers each was given."""
+    """Replaces the kernels; records the name of each launched kernel and the values of its arguments."""
 
     def __init__(self):
         self.seen = []
@@ -51,7 +51,7 @@ def _digest(x):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Calls go the way of a GPU's, with NaN in new memory."""
+    """Calls take the code path of a GPU; new memory is filled with NaN."""
     found = Launches()
     machine.gpu(monkeypatch, found.kernel)
     machine.poison(monkeypatch)
@@ -61,7 +61,7 @@ def launches(monkeypatch):
 
 
 def gradients(outputs, inputs):
-    """Of what is learnt, for random gradients of all outputs that have one, equal in each call."""
+    """Gradients of the leaves, for random output gradients that are equal in each call."""
     torch.manual_seed(1)
     learnt = [x for x in outputs if x.requires_grad]
     return torch.autograd.grad(learnt, list(leaves(inputs).values()), [torch.randn_like(x) for x in learnt])
@@ -80,7 +80,7 @@ def change(x):
 
 
 def after_a_change(name, doors, target, dtype, before, evidence):
-    """What ``evidence`` says of the gradients after ``target`` has changed; None where torch refuses them.
+    """``evidence`` of the gradients after ``target`` has changed in place; None if torch refuses the backward.
 
     before: how many calls come first. target: an input's name, the number of an output, or None.
     """
@@ -179,7 +179,7 @@ def test_nothing_gives_zeros(monkeypatch, what, name):
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("what", EMPTY)
 def test_pytorchs_operators_are_served_for_nothing(launches, what, name):
-    """Where there is no sequence, PyTorch's cuDNN attention returns None."""
+    """Without sequences, PyTorch's cuDNN attention returns None."""
     door, sizes = OPERATORS[name], EMPTY[what]
     inputs = door.inputs(sizes)
     out = torch.zeros(*inputs["query"].shape[:3], sizes.head_dim, dtype=torch.bfloat16)

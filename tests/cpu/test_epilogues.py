@@ -77,7 +77,7 @@ def keep_mask(tiling, problem):
 
 
 def signs(tiling, problem):
-    """Where P has a sign by definition."""
+    """Signs of P by definition: dropped elements are negative."""
     tensors = (x.double() for x in (problem.q, problem.k, problem.v))
     features = problem.features(tiling.traits)
     return reference.attention(
@@ -103,7 +103,7 @@ def test_the_whole_chain(name, dropout):
         problem = Scores.random(2, 2, seqlen_q, seqlen_k, seed, **given, extra=extra)
         got = compare(tiling, problem)
         assert torch.equal(got.dropped, signs(tiling, problem))
-        seen = got.scores > -torch.inf  # what was not visited is NaN
+        seen = got.scores > -torch.inf  # unvisited scores are NaN
         assert torch.equal(got.dropped[seen], ~keep_mask(tiling, problem)[seen]) and got.dropped.any()
 
 
@@ -166,7 +166,7 @@ def check_visits(tile, visits, hidden):
     ],
 )
 def test_sinks(name, features):
-    """Below, beside and above all scores, and in rows that see no key."""
+    """Sinks are below, among and above all scores; some rows see no key."""
     tiling = TILINGS[name].of(features)
     sinks = torch.tensor([-200.0, 1.5, 300.0]).to(DTYPES["fp16" if "sinks_fp16" in features else "fp32"])
     for seqlen_q, seqlen_k in ((130, 210), (210, 130)):
@@ -179,7 +179,7 @@ def test_sinks(name, features):
 
 @pytest.mark.parametrize("features", ["", "causal-sinks_fp32", "window-bias_fp16-dropout"])
 def test_p_times_a_power_of_two(features):
-    """As a forward on fp32 in one fp16 part has it: outputs and LSE are the same, and those of rows without keys."""
+    """P is scaled as for one fp16 term of fp32 operands; outputs and LSE are unchanged, also in rows without keys."""
     tiling = replace(TILINGS[SMALL].of(features), p_exponent=14)
     for seqlen_q, seqlen_k in ((130, 210), (210, 130)):
         shape = (2, 3, seqlen_q, seqlen_k)
@@ -195,7 +195,7 @@ def test_p_times_a_power_of_two(features):
 
 
 def in_nan(bias, pad_rows=1, pad_cols=1, offset=0):
-    """The same bias in the midst of NaN: what lies around it in memory must not be read."""
+    """The same bias surrounded by NaN: its neighbours in memory must not be read."""
     batch, nheads, rows, cols = bias.shape
     storage = torch.full((batch, nheads, rows + pad_rows, cols + pad_cols), torch.nan, dtype=bias.dtype)
     flat = torch.cat([torch.full((offset + 16,), torch.nan, dtype=bias.dtype), storage.flatten()])
@@ -283,14 +283,14 @@ def test_rows_of_one_key_among_large_scores(features, size):
 
 
 def test_bias_far_apart(tmp_path):
-    """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
+    """Batches lie 2^32 elements apart, in a sparse file."""
     bias = far_apart(tmp_path).copy_(torch.randn(2, 1, 8, 64))
     compare(TILINGS[SMALL].of("bias_fp16"), Scores.random(2, 1, 8, 64, bias=bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_is_not_read_beyond_its_end(dtype):
-    """Its last element is the last of a page, and the next page cannot be read: in a process of its own, it lives."""
+    """The bias ends at the end of a page, and the next page is unreadable. A child process reads it and survives."""
     tiling = TILINGS[SMALL].of(f"bias_{dtype}")
     values = torch.randn(1, 1, 33, 83).to(DTYPES[dtype])
     compare(tiling, Scores.random(1, 1, 33, 83, bias=values))  # compiled here, for the child to find
@@ -320,11 +320,11 @@ def test_bias_is_not_read_beyond_its_end(dtype):
     ("kind", "name"),
     [
         (("dropout", "dropout_mem_efficient")[place % 2], name)
-        for place, name in enumerate(TILINGS)  # which take turns
+        for place, name in enumerate(TILINGS)  # kinds alternate
     ],
 )
 def test_dropout_draws_pytorchs_masks(kind, name):
-    """Bit for bit, whatever the tiling, with numbers of scores that are aligned to Philox calls and that are not."""
+    """Masks are equal bit for bit in all tilings, for score numbers aligned to Philox calls and unaligned ones."""
     tiling = TILINGS[name].of(kind)
     for seqlen_q, seqlen_k, dropout_p, rng_state in [
         (70, 200, 0.1, (2**40 + 12345, 8)),
@@ -351,7 +351,7 @@ def test_flash_dropout_keeps_all_bytes_up_to_its_threshold():
 
 
 def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
-    """No p of PyTorch's gives a word that occurs here; so the threshold is set to one."""
+    """No p that PyTorch accepts has a threshold that occurs here, so the test sets the threshold to a word."""
     tiling = TILINGS[SMALL].of("dropout_mem_efficient")
     problem = Scores.random(1, 1, 8, 64, dropout_p=0.5, rng_state=torch.tensor([3, 0]))
     zero = torch.zeros(128, dtype=torch.int64)
@@ -394,7 +394,7 @@ def test_softmax_over_many_blocks(name, threshold):
 
 
 def test_rows_that_see_nothing():
-    """More queries than keys under a causal mask: the first rows are empty, whole blocks of them and part of one."""
+    """With more queries than keys under a causal mask, the first rows are empty: whole blocks, and some rows more."""
     for features in ("causal", "window"):
         problem = Scores.random(1, 1, 200, 60, window_left=3, window_right=0)
         got = compare(TILINGS[SMALL].of(features), problem)
@@ -440,7 +440,7 @@ def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
 
 @pytest.mark.parametrize("features", ["causal", "window_top_left-alibi-bias_bf16-dropout"])
 def test_lengths_of_each_batch(features):
-    """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""
+    """seqused: rows beyond a batch's used queries and keys are neither read nor written."""
     tiling = TILINGS[SMALL].of(f"{features}-seqused_q-seqused_k")
     used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
     torch.manual_seed(3)

@@ -1,6 +1,6 @@
 """The epilogues' derivatives, run on the CPU for every thread of real MMA tilings, against torch's autograd in float64.
 
-Tiles are transposed or not. The masks of dropout are those of the forward bit for bit, for both.
+Tiles are transposed or not. In both cases dropout masks equal the forward's bit for bit.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ def seed():
 
 @register_epilogue("bent")
 class Bent(Epilogue):
-    """score + gain[head] * score / (1 + score^2) / (1 + query): its derivative needs the score that it was given."""
+    """score + gain[head] * score / (1 + score^2) / (1 + query): its derivative needs its input."""
 
     def fake_args(self):
         return (make_fake_tensor(Float32, (cute.sym_int(),), stride=(1,)),)
@@ -74,16 +74,16 @@ class Bent(Epilogue):
 
 @register_epilogue("one_way")
 class OneWay(Epilogue):
-    """Without a derivative."""
+    """An epilogue without a derivative."""
 
     def forward(self, state, tile, loaded=()):
         pass
 
 
 def compare(name, features, problem, grad_bias=None, **how):
-    """The emulated backward of a problem, after comparing what it yields with autograd's.
+    """Differentiate a problem by the emulated backward, compare with autograd's gradients, and return the result.
 
-    grad_bias: zeros for the bias's gradient as the host gives them.
+    grad_bias: zeros to which the bias's gradient is added, as allocated by the host.
     """
     bias_grad = "" if grad_bias is None else "-bias_grad"
     tiling = replace(ALL[name], **how).of(features + bias_grad, op="backward")
@@ -122,7 +122,7 @@ def check_bias(grad_bias, expected):
     ],
 )
 def test_the_whole_chain(name, features):
-    """In this order, over several blocks, and a bias whose gradient is written besides."""
+    """The epilogues run in this order, over several blocks; the gradient of the bias is written too."""
     dtype = next(DTYPES[word[5:]] for word in features.split("-") if word.startswith("bias_"))
     for seqlen_q, seqlen_k in [(130, 259), (70, 40)]:
         bias = torch.randn(2, 2, seqlen_q, seqlen_k).to(dtype)
@@ -179,7 +179,7 @@ def test_rows_that_see_nothing_have_no_gradient():
     [(SMALL, "bias_fp32"), (SMALL_TRANSPOSED, "causal-bias_bf16"), (SMALL, "softcap-bias_fp32")],
 )
 def test_rows_of_large_numbers(name, features):
-    """finfo.min for all keys that a row's mask shows: their P are equal. Beside it what is hidden."""
+    """In some rows every visible key has a bias of finfo.min, so that their P are equal; other keys are hidden."""
     dtype = next(DTYPES[word[5:]] for word in features.split("-") if word.startswith("bias_"))
     smallest, bias = torch.finfo(dtype).min, torch.randn(1, 1, 100, 70).to(dtype)
     bias[:, :, 40:42] = smallest
@@ -195,7 +195,7 @@ def test_rows_of_large_numbers(name, features):
 
 @pytest.mark.parametrize("name", ["warps2x1-32x16", "wgmma1-16x64-transposed"])
 def test_lengths_of_each_batch(name):
-    """seqused: what lies beyond a batch's own queries and keys is neither read nor written."""
+    """seqused: rows beyond a batch's used queries and keys are neither read nor written."""
     used_q, used_k = [130, 1, 64, 0, 70], [200, 3, 0, 9, 65]
     features = "window_top_left-alibi-bias_fp16-dropout-seqused_q-seqused_k"
     given = inputs_of(features, 5, 2, 130, 200) | {"window_left": 90, "window_right": 20}
@@ -253,7 +253,7 @@ def test_an_epilogue_without_a_derivative_is_refused():
     ],
 )
 def test_dropout_draws_pytorchs_masks(name, kind):
-    """Bit for bit, with numbers of scores that are aligned to Philox calls and that are not; P and dP alike."""
+    """Masks are equal bit for bit, for score numbers aligned to Philox calls and unaligned ones, for P and dP."""
     for seqlen_q, seqlen_k, dropout_p, rng_state in [
         (70, 200, 0.1, (2**40 + 12345, 8)),
         (65, 131, 0.5, (-5, 7)),
@@ -268,13 +268,13 @@ def check_mask(name, kind, seqlen_q, seqlen_k, dropout_p, rng_state, **how):
     )
     # No P is so small that it is 0 in fp16.
     got, expected = compare(name, kind, replace(problem, scale=0.05), **how)
-    keep = expected.p != 0  # of which the definition is that of the forward's tests
+    keep = expected.p != 0  # the forward's tests have its definition
     assert torch.equal(got.p != 0, keep)
     assert abs(float(keep.double().mean()) - (1 - dropout_p)) < 0.03
 
 
-def test_dropout_refuses_parts_of_blocks():
-    """24 queries, where the masks of flash go by 16."""
+def test_dropout_refuses_tiles_that_cut_its_blocks():
+    """Tiles have 24 queries, while flash's masks are made for 16 at a time."""
     tiling = TRANSPOSED["wgmma1-80x64-transposed"]
     tiling = replace(tiling, tile=replace(tiling.tile, tile_m=24))
     problem = Scores.random(1, 1, 24, 64, dropout_p=0.5, rng_state=torch.tensor([1, 0]))
@@ -306,7 +306,7 @@ def gradient_like(bias, dtype, pad=(1, 1), offset=0):
     ],
 )
 def test_bias_gradient(name, dtype):
-    """Written where the bias is full, added up in fp32 where it is broadcast; any strides and alignment."""
+    """It is written if the bias is full, and added up in fp32 if it is broadcast; any strides and alignment."""
     dtype_of = DTYPES[dtype]
     for seqlen_q, seqlen_k in [(64, 128), (70, 83), (1, 1), (33, 2)]:
         for broadcast in [(), (0,), (1,), (2,), (0, 1, 2)]:
@@ -349,7 +349,7 @@ THREADS = {"warps4x1": 128, "warps2x2": 128, "warps1x2": 64, "wgmma1": 128, "wgm
 
 @pytest.mark.parametrize("name", TRANSPOSED)
 def test_lanes_exchange_what_they_read_for_each_other(name):
-    """By the definition of movmatrix, which the GPU alone can do."""
+    """The definition of movmatrix replaces the instruction, which only a GPU can run."""
     tiling, threads = TRANSPOSED[name], THREADS[name.split("-")[0]]
     words = tiling.tile.tile_m * tiling.tile.tile_n // threads // 2
     own = torch.full((threads, words, 2, 2), -1, dtype=torch.int32)
@@ -364,7 +364,7 @@ def test_lanes_exchange_what_they_read_for_each_other(name):
 
 
 def test_full_bias_gradient_in_fp32():
-    """Of a broadcast 16-bit bias, as in the deterministic mode: nothing is added to twice."""
+    """In the deterministic mode, a broadcast 16-bit bias has a full fp32 gradient: no element is added to twice."""
     bias = torch.randn(1, 1, 70, 90).half().expand(2, 2, 70, 90)
     for name in ("warps2x1-32x16", "warps2x1-16x32-transposed"):
         grad = torch.zeros(2, 2, 70, 90)
@@ -373,7 +373,7 @@ def test_full_bias_gradient_in_fp32():
 
 
 def test_bias_gradient_far_apart(tmp_path):
-    """Batches 2^32 elements apart, in a file of which only two small pieces exist."""
+    """Batches lie 2^32 elements apart, in a sparse file."""
     grad, bias = far_apart(tmp_path), torch.randn(2, 1, 8, 64).half()
     for name in ("warps2x1-32x16", "warps2x1-16x32-transposed"):
         grad.zero_()

@@ -41,8 +41,8 @@ def test_what_an_example_needs_is_one_sentence(name):
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
-def test_a_learned_bias_is_learned_alike():
-    """As with a dense bias, on the CPU; the table's gradient is what finds the token."""
+def test_a_learned_bias_is_learned_like_a_dense_one():
+    """On the CPU, losses equal the ones with a dense bias; only the table's gradient makes the model find the token."""
     example = load("learned_bias")
     runs = [example.train(f, "cpu", 6, 40) for f in (example.dense, cute_attn.flex.flex_attention)]
     torch.testing.assert_close(*(torch.tensor(losses) for losses, _ in runs), atol=1e-4, rtol=1e-4)
@@ -86,7 +86,7 @@ def test_a_program_of_flex_attention(monkeypatch, capsys):
 
 
 def test_an_epilogue_is_used_by_attention():
-    """On CPU tensors: a table that grows with distance leaves each query its own key alone."""
+    """On the CPU, a table that grows with distance makes each query attend only to the key at its position."""
     load("custom_epilogue")
     q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
     table = (torch.arange(-4, 5).abs() * -1e4).expand(2, 9).contiguous()
@@ -106,7 +106,7 @@ def test_an_epilogue_is_used_by_attention():
 
 @pytest.mark.slow
 def test_context_parallel_over_two_processes(tmp_path):
-    """Each part of a sequence is computed by the overridden operators, and merged by PyTorch."""
+    """The overridden operators compute each section of a sequence, and PyTorch merges the results."""
     command = [EXAMPLES / "context_parallel.py", "--heads", 2, "--head-dim", 16]
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -148,7 +148,7 @@ MEANFLOW = "meanflow --device cpu --steps 3"
 
 
 def run(monkeypatch, command, *arguments):
-    programs.load("generate")  # which serve imports
+    programs.load("generate")  # serve imports it
     programs.run(monkeypatch, command, *arguments)
 
 
@@ -160,7 +160,7 @@ def test_every_token_is_plain_torchs(monkeypatch, capsys, page, options):
 
 @pytest.mark.parametrize("page", ["1", "7"])
 def test_every_token_that_is_served_is_plain_torchs(monkeypatch, capsys, page):
-    """Of requests whose prompts come in chunks, in slots and pages that others had before."""
+    """Prompts come in chunks, and requests reuse slots and pages of earlier requests."""
     run(monkeypatch, SERVE, "--page", page, "--seed", page)
     printed = capsys.readouterr().out
     equal, total = re.search(r"(\d+) of (\d+) compared tokens", printed).groups()

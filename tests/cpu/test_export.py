@@ -1,4 +1,4 @@
-"""Kernels for C and C++: what is written, and the example, linked and run with a CUDA runtime that computes nothing."""
+"""Kernels for C and C++: the exported files, and the example, linked and run with a stub of the CUDA runtime."""
 
 import os
 import re

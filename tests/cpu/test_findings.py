@@ -1,4 +1,4 @@
-"""What verdicts say in sentences."""
+"""The sentences in which verdicts are summarized."""
 
 from dataclasses import replace
 

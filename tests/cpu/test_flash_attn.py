@@ -96,7 +96,7 @@ FUNCTIONS = [(varlen, packed) for varlen in (False, True) for packed in ("", "kv
 
 
 def leaves(varlen, packed, dim=16):
-    """Inputs that require gradients, as the function takes them."""
+    """Inputs that require gradients, in the function's layout."""
     rows, rows_kv = ((16,), (20,)) if varlen else ((BATCH, 7), (BATCH, 9))
     q = randn(*rows, 4, dim, seed=1).requires_grad_()
     if packed == "qkv":
@@ -107,7 +107,7 @@ def leaves(varlen, packed, dim=16):
 
 
 def both(varlen, packed):
-    """The function of FlashAttention, and ours, of such inputs."""
+    """FlashAttention's function for these kinds of inputs, and the package's."""
     theirs = getattr(package, f"flash_attn_{'varlen_' * varlen}{f'{packed}packed_' if packed else ''}func")
     lengths = (CU_Q, CU_Q if packed == "qkv" else CU_K, 7, 7) if varlen else ()
 
@@ -139,7 +139,7 @@ def test_results_and_gradients(varlen, packed, dim, dropout_p):
 
 @pytest.mark.parametrize("packed", ["kv", "qkv"])
 def test_tangents_of_packed_tensors_that_learn(packed):
-    """As in a model in training."""
+    """Tensors require gradients, like a model's in training."""
     given = leaves(False, packed)
     dots = [randn(*x.shape, seed=5) for x in given]
     with forward_ad.dual_level():

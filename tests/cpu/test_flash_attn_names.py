@@ -321,7 +321,7 @@ def defined(tensors, varlen, grad, **options):
 @pytest.mark.parametrize(("dim", "dropout_p"), [(16, 0.4), (12, 0.0)])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_a_forward_and_its_backward(varlen, dim, dropout_p):
-    """Of rows without keys lse is +inf; the forward is differentiable by itself."""
+    """lse is +inf in rows without keys; the wrapped forward is differentiable by itself."""
     tensors, lengths, which = inputs(varlen, dim), PACKED if varlen else (), "varlen_" * varlen
     forward = getattr(interface, f"_wrapped_flash_attn_{which}forward")
     backward = getattr(interface, f"_wrapped_flash_attn_{which}backward")
@@ -349,7 +349,7 @@ def test_a_forward_and_its_backward(varlen, dim, dropout_p):
 
 
 def test_parts_of_the_keys_are_merged_as_ring_attention_does():
-    """A backward for some of the keys, with out and lse of all, gives their share of the gradients."""
+    """A backward for some of the keys, with out and lse of all keys, returns what these keys add to the gradients."""
     q, k, v = inputs(False, 16)
     masks = (False, -1, -1, 0.0, None)
     grad = randn(*q.shape, seed=5)
@@ -372,7 +372,7 @@ def test_parts_of_the_keys_are_merged_as_ring_attention_does():
 
 @pytest.mark.parametrize(("varlen", "dim"), [(False, 12), (True, 16)])
 def test_flash_attention_3(varlen, dim):
-    """Its lse is -inf where nothing is seen."""
+    """Its lse is -inf in rows without keys."""
     leaves = [x.requires_grad_() for x in inputs(varlen, dim)]
     lengths = dict(zip(LENGTHS.split(", "), PACKED, strict=True)) if varlen else {}
     public = flash_attn_3.flash_attn_varlen_func if varlen else flash_attn_3.flash_attn_func
@@ -479,7 +479,7 @@ def test_rotary_embedding_of_packed_tensors(grouped, recorded):
 
 @pytest.mark.parametrize("scale_base", [None, 512])
 def test_rotary_module(scale_base):
-    """Products depend on distances alone; tables grow."""
+    """Products depend only on distances; tables grow."""
     module = rotary.RotaryEmbedding(8, base=100.0, scale_base=scale_base)
     same = randn(1, 1, 3, 1, 8, dtype=torch.float32).expand(1, 12, 3, 1, 8).clone()
     first = module(same[:, :7].clone())

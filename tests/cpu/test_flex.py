@@ -1,4 +1,4 @@
-"""FlexAttention on the reference: against PyTorch's own, block masks, gradients, compiled, in PyTorch's place."""
+"""FlexAttention on the reference, against PyTorch's implementation: masks, gradients, compiled programs, activation."""
 
 import gc
 import inspect
@@ -29,7 +29,7 @@ DOCUMENT = torch.randint(0, 3, (BATCH, SEQLEN_K), generator=GENERATOR).sort().va
 
 @pytest.fixture(autouse=True)
 def eagerly(monkeypatch):
-    """PyTorch's function runs its definition as it is, without a compiler."""
+    """PyTorch's function runs its definition eagerly, without a compiler."""
     monkeypatch.setattr(pytorch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
@@ -110,7 +110,7 @@ def lists_of(listed, width=None):
 
 
 def random_mask(sizes, block_size, mask_mod):
-    """A BlockMask of blocks of all kinds, and what it shows."""
+    """A BlockMask with hidden, partial and full blocks, and the dense mask that it stands for."""
     blocks = [-(-n // size) for n, size in zip((SEQLEN_Q, SEQLEN_K), block_size, strict=True)]
     kinds = torch.randint(0, 3, (*sizes, *blocks), generator=torch.Generator().manual_seed(0))
     mask = BlockMask.from_kv_blocks(
@@ -131,7 +131,7 @@ def random_mask(sizes, block_size, mask_mod):
 @pytest.mark.parametrize("sizes", [(1, 1), (BATCH, 1), (1, NHEADS), (BATCH, NHEADS)], ids=str)
 @pytest.mark.parametrize("block_size", [(64, 128), (16, 32)], ids=str)
 def test_blocks_are_hidden_partial_or_full(sizes, block_size, mask_mod):
-    """With gradients, of keys that batches and heads share as well."""
+    """Gradients are compared too, also of keys that batches and heads share."""
     mask, shown = random_mask(sizes, block_size, mask_mod)
     x = inputs(nheads_kv=2, batch=sizes[0], grad=True)
     slopes = SLOPES.clone().requires_grad_()
@@ -205,7 +205,7 @@ def test_a_mask_of_inference_tensors_serves_training():
     with torch.inference_mode():
         mask = create_block_mask(sliding_window, None, None, SEQLEN_Q, SEQLEN_K, device="cpu", BLOCK_SIZE=32)
         assert block_masks._made_of(mask).kinds[0, 0, 0].tolist() == [1, 1, 0, 0, 0]
-        mask.kv_num_blocks[..., 0] = 1  # which no version counts
+        mask.kv_num_blocks[..., 0] = 1  # no version counter changes
         assert block_masks._made_of(mask).kinds[0, 0, 0].tolist() == [1, 0, 0, 0, 0]
     assert not block_masks._made_of(mask).kinds.is_inference()
     x = inputs(grad=True)
@@ -257,7 +257,7 @@ def test_a_wrong_call_is_one_sentence(call, sentence):
 
 
 def model(flex_attention):
-    """A layer whose functions capture what it computes."""
+    """A layer whose functions capture a tensor that the layer computes."""
 
     def layer(q, k, v, slopes, mask):
         steeper = slopes * 2
@@ -298,7 +298,7 @@ def test_pytorchs_function_is_served_where_it_was_imported_before(on_cpu):
 
 
 def test_compiled_programs_are_served(on_cpu):
-    """Also those that were compiled before, with what a graph computes, and again once it is restored."""
+    """Programs compiled before the activation are served until the removal, also if they capture computed tensors."""
     on_cpu.remove()
     x = inputs(dtype=torch.float32)
     slopes = torch.rand(NHEADS)
@@ -356,8 +356,8 @@ def test_what_is_not_served_is_pytorchs_and_warns_once(on_cpu, monkeypatch):
     assert served() == {"score_mod": 2, "key": 1}
 
 
-def test_what_is_watched_in_compiled_code_is_compiled(on_cpu, monkeypatch):
-    """PyTorch's function by itself would hold all scores."""
+def test_watched_calls_in_compiled_code_are_compiled(on_cpu, monkeypatch):
+    """Without a compiler, PyTorch's function would hold all scores."""
     calls = []
     monkeypatch.setattr(doors, "watcher", lambda *_: None)
     monkeypatch.setattr(doors, "_warned", {overrides.NAME})
@@ -390,7 +390,7 @@ def test_tensors_of_another_device_are_pytorchs(on_cpu, monkeypatch):
 
 
 def test_tensors_that_override_operators_are_pytorchs(on_cpu):
-    """Such as a DTensor, for which PyTorch's function has ways of its own."""
+    """An example is a DTensor, which PyTorch's function handles in a special way."""
 
     class Own(torch.Tensor):
         pass

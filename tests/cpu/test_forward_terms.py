@@ -1,4 +1,4 @@
-"""The forward of fp32 in fp16 terms: kernels, and which calls take it."""
+"""The forward of fp32 in fp16 terms: its kernels, and the calls that use it."""
 
 import functools
 import re

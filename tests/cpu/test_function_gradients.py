@@ -1,4 +1,4 @@
-"""Gradients of tensors that functions capture: on score tiles, in calls of a backward, and what is refused."""
+"""Gradients of tensors that functions capture: on score tiles, in calls of a backward, and refused cases."""
 
 from dataclasses import replace
 
@@ -60,7 +60,7 @@ def _with(problem, name, given):
 
 
 def test_one_of_several_ctas_with_the_same_scores_adds(monkeypatch):
-    """CTAs of wide head dims, which divide columns: all of them need the scores' own gradients."""
+    """Wide head dims divide columns among CTAs, and every CTA needs the gradients of the scores."""
 
     alone, traced = EpilogueChain.backward, []
 
@@ -74,7 +74,7 @@ def test_one_of_several_ctas_with_the_same_scores_adds(monkeypatch):
         for i in range(cute.size(tile.acc)):
             tile.acc[i] = other.acc[i]
 
-    def function(s, b, h, q, k):  # that no other test has traced
+    def function(s, b, h, q, k):  # no other test has traced it
         return CAP * torch.tanh(s * SLOPES[h] / CAP) * 1.5
 
     monkeypatch.setattr(EpilogueChain, "backward", backward)
@@ -152,7 +152,7 @@ def test_large_gradients_have_few_copies():
 
 
 def test_the_operator_returns_them():
-    """As where something observes operators, or a compiler traces them; on the CPU by the reference."""
+    """Observed or traced calls go through the operator; on the CPU the reference computes it."""
     shift = randn(3).requires_grad_()
     given = _called(shift)
     out, lse, _ = torch.ops.cute_attn.forward.default(*given.values(ATTENTION))
@@ -169,7 +169,7 @@ def test_the_operator_returns_them():
 
 @pytest.mark.parametrize("tensor", [TABLE, CAP], ids=["table", "number"])
 def test_calls_that_read_no_element_have_a_gradient_of_zeros(tensor):
-    """As on a GPU."""
+    """The gradient on a GPU is zeros too."""
     own = tensor.clone().requires_grad_()
     q = randn(1, 8, 3, 16)
     out = attention(q, q, q, mask_mod=lambda b, h, i, j: (own[h, i] if own.dim() else own + i) > -9)
@@ -235,7 +235,7 @@ def seen_by(q, k):
 
 
 def of_visible(function, scores, seen, tensors):
-    """The function of the scores that are seen, at these alone; -inf elsewhere."""
+    """The function, evaluated only at visible scores; -inf elsewhere."""
     at = seen.expand(scores.shape).nonzero(as_tuple=True)
     return torch.full_like(scores, -torch.inf).index_put(at, function(scores[at], *at, *tensors))
 
@@ -246,7 +246,7 @@ def with_tensors(function, tensors):
 
 @pytest.mark.parametrize(("case", "mask", "tiling"), ON_TILES)
 def test_hidden_scores_reach_no_gradient_of_a_kernel(case, mask, tiling):
-    """Neither those that a mask hides nor those beyond the lengths, which are no whole blocks."""
+    """A score is hidden by a mask or lies beyond the lengths, which are no multiples of a block."""
     function, tensors = HIDDEN[case]
     name, _ = epilogue_of(with_tensors(function, tensors), None if mask else lambda b, h, q, k: seen_by(q, k))
     own, _ = user_epilogue(name).with_gradients(tuple(range(len(tensors))))

@@ -22,11 +22,11 @@ from tests.defaults import AMPERE_TARGETS
 
 PAGES = ("README.md", "docs/functions.md", "docs/epilogues.md")
 CALLS = {"attention", "compile", "block_mask", "create_block_mask", "interval_mask"}
-"""What pages do with their functions."""
+"""Functions that pages call."""
 
 
 def definitions(page):
-    """A page's imports, functions, classes and tensors, without its calls and under names of its own."""
+    """A page's imports, functions, classes and tensors under unique names, without its calls."""
     body = [node for block in blocks(ROOT / page, "python") for node in ast.parse(block).body]
     kept = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign)
     names = [{getattr(x, "id", "") for x in ast.walk(node)} for node in body]
@@ -43,7 +43,7 @@ def definitions(page):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """What pages define, as modules: kernels with a class are cached by its file."""
+    """Each page's definitions as a module with a file: the cache key of a kernel with a class includes that file."""
     found = {}
     for page in PAGES:
         name = "shown_" + page.rpartition("/")[2].removesuffix(".md").lower()
@@ -130,14 +130,14 @@ MOST = {
     "backward": ("padding", "softcap-and-document", "wave"),
     "gradients": ("learned_cap", "t5"),
 }
-"""What holds or computes most of the functions that share a tile, and what alone has spilled."""
+"""Functions that need most registers or instructions of the ones that share a tile, or that once spilled."""
 GENERATIONS = [*(("sm80", target) for target in AMPERE_TARGETS), ("sm90", "sm90")]
 EXTREME = [
     (functions[place % len(functions)], op, *generation, (64, 128)[(place // 2 + turn) % 2])
     for turn, (op, functions) in enumerate(MOST.items())
     for place, generation in enumerate(GENERATIONS)
 ]
-"""They take turns on the targets and head dims: each target has several functions, each head dim several targets."""
+"""Each target gets several functions, and each head dim several targets."""
 SHOWN = [function for function in FUNCTIONS if function not in WRITTEN]
 KERNELS = dict.fromkeys((*EXTREME, *((function, "backward", "sm90", "sm90", 128) for function in SHOWN)))
 

@@ -121,7 +121,7 @@ def test_device_code_equals_torch(function):
 
 @pytest.mark.parametrize("tiling", TINY)
 def test_a_derivative_on_every_kind_of_tile(tiling):
-    """With a mask, and positions beyond the sequences where the functions have no finite value."""
+    """There is a mask, and beyond the sequences the functions have no finite value."""
     name, tensors = epilogue_of(
         lambda s, b, h, q, k: s * torch.log2(80.0 - q) + s.abs() / (100 - k), document
     )
@@ -241,7 +241,7 @@ def test_numbers_that_a_function_makes_tensors_of_are_not_captured(function, cap
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_results_have_torchs_dtypes(dtype):
-    """Also where operations of several dtypes are made of others, and for numbers with a dtype."""
+    """This includes operations composed of others with several dtypes, and numbers that have a dtype."""
     others = "torch.full_like(s, 0.5) * s; s.new_zeros(()) + i; (s * DOUBLES[:1].float()).squeeze(); torch.sign(s) + s"
     for call in re.split(r"; |\n", f"{COMPOSED_CALLS.strip()}; {others}"):
         if "prelu" in call or "heaviside" in call:  # torch wants operands of one dtype
@@ -272,7 +272,7 @@ def promoted(s, b, h, i, j):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [hashed, buckets, promoted, t5, integers])
 def test_the_definition_has_torchs_values(function, dtype, default):
-    """Its dtypes and roundings, as under a default dtype of float32 whichever there is."""
+    """Its dtypes and roundings are the ones under a default dtype of float32, whatever the current default is."""
     name, tensors = epilogue_of(function, None)
     problem = Scores.random(2, NHEADS, 90, 100, extra={name: tensors})
     scores = torch.randn(problem.shape, dtype=dtype)
@@ -358,8 +358,8 @@ GRID[h].clone()[:, None][d][0]
 
 
 @pytest.mark.parametrize("read", re.split(r"; |\n", TABLE_READS.strip()))
-def test_each_way_to_read_a_table_has_its_gradient(read):
-    """Those of GRID[h, d], where the distance d also counts from the end."""
+def test_every_read_of_a_table_has_a_gradient(read):
+    """The gradients equal the ones of GRID[h, d], where a negative distance d counts from the end."""
     q, k, v = (x.detach() for x in inputs(20, 30, 3, 3))
     function = eval(f"lambda s, b, h, i, j: (lambda d: s * (1 + {read}))(i - j)", globals())
     got = attention(q, k, v, score_mod=function)
@@ -405,8 +405,8 @@ def unlearned(table):
     "made",
     [unlearned, Passing.apply, lambda table: Passing.apply(table).T.T, lambda table: table.detach()[:, 1:]],
 )
-def test_views_without_their_own_gradient_are_made_in_each_call(made):
-    """The first table requires no gradient, so that what becomes of it cannot be seen."""
+def test_views_with_another_gradient_are_made_in_each_call(made):
+    """The first table requires no gradient, so that the trace cannot see how the function uses it."""
     q, k, v = (x.detach() for x in inputs(20, 25, 3, 3))
     for learnt in (False, True):
         table = torch.randn(3, 30, dtype=torch.float64, requires_grad=learnt)
@@ -415,7 +415,7 @@ def test_views_without_their_own_gradient_are_made_in_each_call(made):
     expected = dense(q, k, v, lambda s, b, h, i, j: s + view[h, j])[0]
     torch.testing.assert_close(found, expected)
     assert found.requires_grad == expected.requires_grad
-    if found.requires_grad:  # also of a view without gradients
+    if found.requires_grad:  # it may be a view without gradients
         grads = [
             torch.autograd.grad(out.square().sum(), table, allow_unused=True)[0] for out in (found, expected)
         ]

@@ -59,7 +59,7 @@ def case_of(*terms):
 
 @pytest.mark.slow
 def test_each_rule_of_the_grammar():
-    """None is refused, nor left out because torch refuses it."""
+    """The package refuses no rule, and torch refuses none either."""
     wrong = {}
     for case in map(case_of, each_rule()):
         try:

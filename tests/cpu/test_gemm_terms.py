@@ -150,7 +150,7 @@ def test_lanes_read_their_fragments(rows, k, by_words, paired, is_a, warps_m):
 
 @pytest.mark.parametrize("by_words, paired, ways", [(True, True, 1), (True, False, 2), (False, False, 1)])
 def test_bank_conflicts(by_words, paired, ways):
-    """Of pairs of k there are none; a row of a matrix takes 4 banks, 8 rows all 32."""
+    """Pairs along k have no conflicts: a row of a matrix takes 4 banks, 8 rows all 32."""
     for is_a in (True, False):
         case = (is_a, by_words, paired, 64, 64, 2)
         found = run_on_host(
@@ -291,7 +291,7 @@ def test_addresses_of_v_are_the_layouts_and_reach_all_banks(rows, cols, stages, 
 
 @cute.jit
 def write_stores(paired: Constexpr, shape: Constexpr, warps: Constexpr, out: cute.Tensor):
-    """out[thread, r, c] = (the address that an element goes to, that of its place in the layout)."""
+    """out[thread, r, c] = (the address that an element is stored to, the address of its place in the layout)."""
     tile = tile_at_zero(*shape)
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
     modes = layouts.row_col_modes(tiled_mma, *shape)
@@ -351,7 +351,7 @@ def write_vectors(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
 
 @cute.jit
 def write_columns(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
-    """By rows and columns in their order."""
+    """Store an fp32 accumulator by rows, columns in ascending order."""
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0])
     for thread in cutlass.range(32 * warps[0]):
         acc, _ = accumulator(tiled_mma, shape, warps, thread)
@@ -363,7 +363,7 @@ def write_columns(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
 
 @cute.jit
 def write_pairs(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
-    """The same with the accumulator of fp16 products, in the order of its columns."""
+    """Store an accumulator of fp16 products, columns in its order."""
     tiled_mma = layouts.tiled_mma_sm80(Float16, warps[0])
     for thread in cutlass.range(32 * warps[0]):
         coords = tiled_mma.get_slice(thread).partition_C(cute.make_identity_tensor(shape))
@@ -407,7 +407,7 @@ PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k8\S*\s*" + r",\s*".join([r"\{([
 
 @pytest.mark.parametrize("precision", ["", "-tf32"])
 def test_products_take_each_register_of_an_operand_once(precision):
-    """cute.gemm takes registers in their order in memory: of a fragment with other strides, some twice."""
+    """cute.gemm visits registers in memory order, which would repeat some of a fragment with other strides."""
     compiled = compile(Traits.parse(f"forward-sm80-fp32-d32{precision}"), SMALL, "sm90")
     products = PRODUCT.findall(compiled.ptx)
     assert len(products) >= 20

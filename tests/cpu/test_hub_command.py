@@ -1,4 +1,4 @@
-"""``cute-attn hub``: the folder, and what Hugging Face's kernels library makes of it."""
+"""``cute-attn hub``: the folder that it writes, and how Hugging Face's kernels library loads it."""
 
 import importlib.util
 import json

@@ -251,7 +251,7 @@ BIASES = {
 
 @pytest.mark.parametrize("name", BIASES)
 def test_biases_of_any_shape(name):
-    """As torch's own attention takes them, with gradients of the shape that was given."""
+    """All shapes that torch's attention accepts are accepted; the gradient has the given shape."""
     q, k, v = (randn(2, n, 4, 64, seed=n).requires_grad_() for n in (16, 24, 24))
     bias = BIASES[name]()
     leaves = [q, k, v, bias.requires_grad_()] if bias.is_floating_point() else [q, k, v]
@@ -333,7 +333,7 @@ def test_returned_values():
 
 
 def test_the_rng_state_comes_from_torchs_generator():
-    """Unless it is given, or nothing is dropped."""
+    """This holds unless the state is given, or nothing is dropped."""
     good, state = dense(dropout_p=0.5), draw_rng_state("cpu")
     torch.manual_seed(1)
     first, second = attention(**good), attention(**good)
@@ -393,7 +393,7 @@ def test_a_backward_has_its_forwards_arguments():
 
 @pytest.mark.parametrize("dtype", [torch.float64, BF16])
 def test_an_lse_alone_gives_v_a_gradient_of_zeros(dtype):
-    """As on CUDA, also with NaN in v; autograd alone would refuse, since v is not used."""
+    """CUDA does the same, even with NaN in v. Autograd itself would raise, since v is unused."""
     q, k, v = (randn(1, 5, 2, 8, dtype=dtype, seed=s).requires_grad_() for s in range(3))
     with torch.no_grad():
         v[0, 2] = math.nan
@@ -445,6 +445,6 @@ def test_a_given_output_is_written():
 
 
 def test_a_tile_of_another_kernel_changes_nothing_on_the_cpu():
-    q = torch.randn(1, 8, 2, 16).bfloat16()  # of fp32 no kernel has such tiles
+    q = torch.randn(1, 8, 2, 16).bfloat16()  # no fp32 kernel has such a tile
     known = {"kernel": "sm80", "tile": "tile_n=32", "backward_tile": "tile_n=64"}
     assert torch.equal(attention(q, q, q, **known), attention(q, q, q, tile="speculative=true"))

@@ -11,7 +11,7 @@ from tests import refusals
 
 
 def bounds(batch, nheads, seqlen_q, seqlen_k, kind):
-    """First and last key of each query, some of them beyond the sequence, some of them without keys between."""
+    """First and last key of each query; some lie beyond the sequence, and some intervals are empty."""
     generator = torch.Generator().manual_seed(seqlen_q)
     query = torch.arange(seqlen_q).expand(batch, nheads, -1)
     if kind == "documents":

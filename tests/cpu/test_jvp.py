@@ -1,4 +1,4 @@
-"""Forward-mode derivatives of attention on the CPU, against torch's own of a dense definition in float64."""
+"""Forward-mode derivatives of attention on the CPU, against torch's derivatives of a dense definition in float64."""
 
 import functools
 import math
@@ -187,8 +187,8 @@ def test_of_vmap():
 
 
 @pytest.mark.parametrize("functional", [True, False])
-def test_gradients_of_what_has_a_tangent(functional):
-    """A loss of out and LSE, beside their tangents: MeanFlow's."""
+def test_gradients_of_tensors_with_tangents(functional):
+    """The loss depends on out and LSE and on their tangents, as in MeanFlow."""
     given, dots = tensors(), tensors(seed=10)
     weights = [randn(2, 5, 4, 4, seed=40), randn(2, 4, 5, seed=41)]
 
@@ -312,7 +312,7 @@ def test_threads_compute_the_definition(features, tiling):
 
 
 def test_what_the_keys_of_a_row_have_in_common_costs_no_digits():
-    """A part of S_dot that is equal for all keys changes no output."""
+    """A component of S_dot that is equal for all keys changes no output."""
     problem, dots = (Scores.random(1, 1, 32, 64, seed=i) for i in range(2))
     tiling = TINY["warps2x1-32x16"].of("", op="jvp")
     shared = torch.zeros(32, 8)
@@ -347,7 +347,7 @@ HOST = {
 
 
 def by_definition(given, traits):
-    """Writes what the kernel would, to rows that sequences own."""
+    """Write the kernel's results, by the definition, to rows that sequences own."""
     lengths = Lengths(*given.seqlens[:6])
 
     def call(*tensors):
@@ -366,7 +366,7 @@ def by_definition(given, traits):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that calls launch, each computed by the definition from the very arguments that it would get."""
+    """The kernels that calls launch; the definition computes each from its launch's arguments."""
     found = []
 
     def build(kernel, target):

@@ -40,7 +40,7 @@ def write(modes, place, out, stats, acc, softmax):
 
 @cute.jit
 def merge(out: cute.Tensor, stats: cute.Tensor, memory: cute.Tensor, scale_log2: Float32):
-    """For every thread of a warp: group 1's results to memory, and from there into group 0's.
+    """For every thread of a warp: store group 1's results to memory, and merge them into group 0's.
 
     out: (3, ROWS, DIM), stats: (3, ROWS, 2): two groups' and the results.
     """

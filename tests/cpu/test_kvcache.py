@@ -1,6 +1,6 @@
 """attention_with_kvcache and append_kv: operators, checks, and their path on CUDA with kernels that run on the CPU.
 
-There the append kernel's own code runs on every thread, and attention is the reference's on the very arguments that
+There the append kernel's code runs on every thread, and attention is the reference's on the very arguments that
 the forward kernel would get.
 """
 
@@ -52,7 +52,7 @@ def test_append_alone(name):
 
 
 def latent(name: str, dtype: torch.dtype) -> tuple[Problem, Problem]:
-    """A problem whose values are views of the keys, and the same with values in memory of their own."""
+    """A problem whose values are views of the keys, and the same problem with values in separate memory."""
     case = dataclasses.replace(CASES[name], rotary=0)
     return Problem(case, dtype=dtype).share(), Problem(case, dtype=dtype).share().apart()
 
@@ -89,7 +89,7 @@ def test_out_is_written():
 
 
 def test_a_window_that_hides_nothing_still_moves_the_angle():
-    """Positions follow from the arguments as given: a window of any width gives each query its own."""
+    """Positions follow from the arguments as given: a window of any width gives each query a different position."""
     wide = run(Problem(CASES["rotary-wide-window"]))[0]
     case = dataclasses.replace(CASES["rotary-wide-window"], mask="", window=(UNBOUNDED, UNBOUNDED))
     none = run(Problem(case))[0]
@@ -107,7 +107,7 @@ def cuda_on_cpu(monkeypatch):
 
 
 def params_of(problem: Problem, **options) -> Call:
-    """What the operator gets."""
+    """The arguments that reach the operator."""
     seen = []
 
     class Operator:
@@ -153,7 +153,7 @@ def test_the_launches_equal_the_definition(name, cuda_on_cpu):
     "name", ["plain", "packed-append", "page-16", "rotary-halves", "leftpad-page", "sinks"]
 )
 def test_head_dims_of_rows_that_start_anywhere(name, alignment, options, cuda_on_cpu):
-    """By the Ampere kernel, without a warning; the cache stays where it is."""
+    """The Ampere kernel serves them without a warning, and the cache is not copied."""
     case = dataclasses.replace(
         CASES[name], dims=UNALIGNED[alignment], capacity=144 if CASES[name].page else 150
     )
@@ -166,14 +166,14 @@ def test_head_dims_of_rows_that_start_anywhere(name, alignment, options, cuda_on
 @pytest.mark.parametrize("dims", [(16, 8), (18, 6), (13, 12)])
 @pytest.mark.parametrize("name", ["packed-append", "page-16", "rotary-halves", "sinks"])
 def test_fp32_caches(name, dims, options, cuda_on_cpu):
-    """By the Ampere kernel, without a warning."""
+    """The Ampere kernel serves them without a warning."""
     check_case(dataclasses.replace(CASES[name], dims=dims), torch.float32, **options)
     (kernel,) = cuda_on_cpu
     assert (kernel.traits.arch, kernel.traits.dtype, kernel.traits.precision) == ("sm80", "fp32", "")
 
 
 def test_fp32_has_pytorchs_precision(cuda_on_cpu, monkeypatch):
-    """That of each call: a plan of another precision does not serve it."""
+    """Each call has the precision set at its time: a plan of another precision does not serve it."""
     for precision in ("", "tf32", ""):
         monkeypatch.setattr(kvcache, "pytorchs_precision", lambda precision=precision: precision)
         check_case(CASES["plain"], torch.float32)
@@ -196,7 +196,7 @@ def test_keys_and_values_between_each_other(cuda_on_cpu):
     [((576, 512), 16, "sm90"), ((576, 512), 12, "sm80"), ((300, 260), 0, "sm80"), ((261, 35), 3, "sm80")],
 )
 def test_large_head_dims(dims, page, arch, cuda_on_cpu):
-    """Of rows that TMA loads they are Hopper's; Ampere's kernel reads all others, of packed heads too."""
+    """The Hopper kernel serves rows that TMA can load; the Ampere kernel serves all others. Both pack heads."""
     check_case(Case((5, 19), new=(2, 2), queries=(2, 2), heads=(6, 1), dims=dims, page=page, capacity=48))
     (kernel,) = cuda_on_cpu
     assert kernel.traits.arch == arch and kernel.tile.pack_heads > 1
@@ -226,7 +226,7 @@ def test_splits_equal_the_definition(split, packed, cuda_on_cpu):
 
 
 def test_boxes_of_pages(cuda_on_cpu):
-    """Pages of other numbers of rows take the Ampere kernel."""
+    """Pages with other numbers of rows use the Ampere kernel."""
     for page, box in ((16, 16), (64, 64), (256, 64), (48, 16), (8, 8), (1, None), (12, None)):
         check_case(Case((150, 290), page=page, capacity=page * -(-300 // page), dims=(128, 128)))
         assert getattr(cuda_on_cpu[-1].tile, "page_rows", None) == box
@@ -249,7 +249,7 @@ def test_flags_are_checked_of_a_known_call_as_well(flag, monkeypatch):
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_a_kernel_gets_a_positive_scale(scale, cuda_on_cpu):
-    """And q times the sign, rotated or not, as attention's kernels do."""
+    """Kernels get q times the scale's sign, rotated or not, like the kernels without a cache."""
     for rotary in (0, 4):
         case = Case((5, 9), new=(2, 2), queries=(3, 3), rotary=rotary, mask="causal", alibi="heads")
         problem, expected = (Problem(case, dtype=torch.float16) for _ in range(2))
@@ -297,7 +297,7 @@ def test_what_no_kernel_takes_is_told(call, sentence, cuda_on_cpu):
 
 
 def test_new_rows_of_any_strides_and_sizes_of_one(cuda_on_cpu):
-    """Those that kernels cannot read are copied; the stride of a dimension of size 1 does not matter."""
+    """Rows that kernels cannot read are copied; the stride of a dimension of size 1 does not matter."""
     case = Case((5,), new=(1,), queries=(1,), heads=(1, 1), rotary=2)
     problem, expected = (Problem(case, dtype=torch.float16) for _ in range(2))
     expected.run()
@@ -317,7 +317,7 @@ def test_nothing_to_do_launches_nothing(cuda_on_cpu, monkeypatch):
 
 
 def test_rows_of_no_sequence_launch_nothing(cuda_on_cpu, monkeypatch):
-    """With no sequence there are no lengths to read."""
+    """Without sequences there are no lengths to read."""
     monkeypatch.setattr(compiler, "compile", None)
     k_cache, k, none = torch.zeros(0, 4, 1, 8).half(), torch.zeros(3, 1, 8).half(), int32()
     append.append_cuda(k_cache, k_cache, k, k, none, None, None, int32(0), *[None] * 3, True)
@@ -331,7 +331,7 @@ LAZY = {
 
 @pytest.mark.parametrize("name", LAZY)
 def test_a_known_plan_is_not_for_lazy_views(name, cuda_on_cpu):
-    """Of any argument: the dispatcher makes a tensor of it, or torch's guards know it to be another."""
+    """This holds for every argument: either the dispatcher materializes the view, or torch's guards tell it apart."""
     params = params_of(
         Problem(Case((5, 9), new=(1, 1), rotary=4, alibi="heads", sinks=True), dtype=torch.float16)
     )
@@ -350,7 +350,7 @@ def test_a_known_plan_is_not_for_lazy_views(name, cuda_on_cpu):
 
 
 def test_a_subclass_has_no_known_plan(cuda_on_cpu):
-    """It may override the operator."""
+    """A subclass may override the operator."""
     params = params_of(Problem(CASES["plain"], dtype=torch.float16))
     own = params._replace(q=params.q.as_subclass(type("Own", (torch.Tensor,), {})))
     split_kv.plan_for(own)
@@ -394,7 +394,7 @@ def test_caches_of_inference_mode_are_appended_to(cuda_on_cpu):
 
 
 def test_caches_may_share_memory(cuda_on_cpu):
-    """Where nothing is written, and where no elements of theirs do."""
+    """They may if nothing is written, or if no element of one is an element of the other."""
     case = Case((5, 9), new=(1, 1), dims=(16, 16))
     params = params_of(Problem(dataclasses.replace(case, new=()), dtype=torch.float16))
     kvcache.attend_cuda(*params._replace(v_cache=params.k_cache).values(kvcache.ARGUMENTS))
@@ -411,7 +411,7 @@ def rows_of_keys(dims: tuple[int, int]) -> dict[str, torch.Tensor]:
 
 
 def elsewhere(given: dict[str, torch.Tensor], *names: str) -> dict[str, torch.Tensor]:
-    """The same call, and metadata, with some tensors in other memory."""
+    """The same call with equal metadata, but some tensors in other memory."""
     others = {name: given[name].new_zeros(given["k" + name[1:]].shape) for name in names}
     return given | {name: x[..., : given[name].shape[-1]] for name, x in others.items()}
 
@@ -453,7 +453,7 @@ SHARED["v_cache"] = "v_cache shares memory with k_cache"
 @pytest.mark.parametrize("before", [0, 1, 4], ids=["unknown", "planned", "recorded"])
 @pytest.mark.parametrize("name", SHARED)
 def test_written_memory_that_is_shared_is_refused(name, before, monkeypatch):
-    """Also where metadata is known, which does not show addresses: new rows in a cache, and values in that of keys."""
+    """It is also refused in known calls, whose guards see no addresses: new rows in a cache, values in K's cache."""
     machine.gpu(monkeypatch, lambda kernel, target: lambda given: None)
     problem = Problem(Case((5, 9), new=(1, 1), dims=(16, 16)), dtype=torch.float16)
     given = {key: x for key, x in problem.append_arguments().items() if x is not None}
@@ -473,7 +473,7 @@ def test_written_memory_that_is_shared_is_refused(name, before, monkeypatch):
 
 def test_rows_of_more_elements_than_a_grid_has_are_told(cuda_on_cpu, monkeypatch):
     monkeypatch.setattr(compiler, "compile", None)
-    heads = 65_535 * 128 // 2  # of 2 vectors of 8 elements, a thread each
+    heads = 65_535 * 128 // 2  # each with 2 vectors of 8 elements, one per thread
     for more in (0, 1):
         x = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
         cache = torch.zeros(1, 1, 1, 8, dtype=torch.float16).expand(1, 1, heads + more, 8)
@@ -530,7 +530,7 @@ def told(**options):
 
 
 def changed(tensor, change, **options):
-    """A call with another q, or another cache of k or v."""
+    """The same call with another q, or another cache of k or v."""
     problem = Problem(PLAIN, dtype=torch.float32)
     setattr(problem, tensor, change(getattr(problem, tensor)))
     return run(problem, **options)
@@ -627,7 +627,7 @@ def test_wrong_ranks_are_told_before_shapes_are_derived(tensor, rank):
 
 
 def test_functions_read_heads_of_rows_and_classes_do_not():
-    """So a work tile has several heads with a function, and one with a class, which takes cache rows for keys."""
+    """With a function, a work tile has several heads. With a class it has one: classes take cache rows for keys."""
     packs = []
     load("custom_epilogue")
     table = torch.zeros(8, 41)
@@ -656,7 +656,7 @@ def test_a_plan_serves_tensors_of_its_functions_of_one_kind():
 
 
 def test_a_record_follows_what_a_function_reads(monkeypatch):
-    """Other values of its tensor, another tensor, another number of its closure, other values that are a view of K."""
+    """The reads change: values of the tensor, the tensor, a number in the closure, and values that are a view of K."""
     reads = {"factor": 0.5, "table": torch.randn(4)}
 
     def score_mod(score, b, h, i, j):
@@ -714,7 +714,7 @@ read(cu_seqlens_k_new=int32(0, 2, 6, 99)) -> ValueError: cu_seqlens_k_new is [0,
 
 @refusals.each(PACKED)
 def test_packed_rows_out_of_bounds_are_told_where_asked(call, sentence, monkeypatch):
-    """No other check reads a GPU's tensors; here copies stand for what is read."""
+    """No other check reads a GPU's tensors; here CPU tensors replace the ones to read."""
     given = params_of(Problem(CASES["packed-append"], dtype=torch.float32))
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
 
@@ -747,7 +747,7 @@ def test_a_grid_beyond_32_bits_is_told():
     [(1024, 8, 6), (4096, 8, 12), (8192, 8, 16), (65536, 8, 16), (131072, 1, 128)],
 )
 def test_splits_of_one_sequence(keys, kv_heads, num_splits):
-    """As many as fill 132 multiprocessors, fewer where they are short, and none that combine loads in another round."""
+    """Splits fill 132 multiprocessors; short caches have fewer, and none has more than combine loads in one round."""
     problem = Problem(Case((9,), heads=(32, kv_heads), dims=(128, 128)), dtype=torch.float16)
     problem.k = problem.v = torch.empty(1, keys, kv_heads, 128, dtype=torch.float16)
     _, split = split_kv.choose_kernel(params_of(problem), "sm90", 132)

@@ -12,7 +12,7 @@ from tests.kvcache_problem import CASES, Problem, random_case
 
 
 def check(problem: Problem):
-    """The cache, out and lse are those of the loops."""
+    """The cache, out and lse equal the results of the loops."""
     expected_cache = problem.appended()
     out, lse = problem.run()
     torch.testing.assert_close((problem.k, problem.v), expected_cache, equal_nan=True)
@@ -36,7 +36,7 @@ def test_random_cases_against_loops(seed):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_rounds_once(dtype, interleaved):
-    """In float32, where products of 16-bit numbers are exact, and one rounding at the end."""
+    """Products of 16-bit numbers are exact in float32, so only the end result is rounded."""
     x, angle = torch.randn(50, 3, 32).to(dtype), torch.randn(64, 8)
     rotary = ref.Rotary(angle.cos().to(dtype), angle.sin().to(dtype), interleaved)
     positions = torch.arange(50)

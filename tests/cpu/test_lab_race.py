@@ -16,7 +16,7 @@ DEFAULT, NARROW = Contender(NAME), Contender(NAME, "tile_n=112")
 
 
 def card(**speeds):
-    """A card on which contenders take 1 ms, over their speeds: of the narrow tile, of fa4."""
+    """A simulated card. A contender takes 1 ms divided by its speed, which is given for the narrow tile and fa4."""
     options = speeds.pop("options", {})
 
     def milliseconds(contender, workload):

@@ -22,7 +22,7 @@ def tile_of(contender):
 
 
 class SimulatedBuilds:
-    """Builds that take eight seconds of a card's clock, each of ``workers`` at a time; those of ``failing`` fail."""
+    """Builds that take eight seconds of a simulated clock, ``workers`` at a time; tiles in ``failing`` do not build."""
 
     seconds, workers = 8.0, 15
 
@@ -167,7 +167,7 @@ class Stopped(SimulatedCard):
 
 
 def heats(card):
-    """Candidates in the order in which they were first sampled beside the default."""
+    """Candidates in the order in which they were first sampled against the default."""
     return [c for c in dict.fromkeys(c for what, c in card.events if what == "sampled") if c.tile]
 
 

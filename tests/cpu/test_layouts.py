@@ -325,8 +325,8 @@ def test_ldmatrix_reads_what_the_mma_holds(num_warps, warps_n, operand, transpos
         assert (held.col[at] == read.col[source_at]).all()
 
 
-def test_a_scripts_own_options_are_not_the_dsls(monkeypatch):
-    """The DSL takes ``-d 8`` for its own -diagnostic, and ends the process."""
+def test_options_of_a_script_are_not_the_dsls(monkeypatch):
+    """The DSL would take ``-d 8`` for its option -diagnostic and end the process."""
     monkeypatch.setattr(sys, "argv", ["script.py", "-d", "8"])
     offsets = smem_map(lambda: layouts.smem_layout(16, 32, Float16), Float16).offsets
     assert offsets.shape == (16, 32) and sys.argv == ["script.py", "-d", "8"]

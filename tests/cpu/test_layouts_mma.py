@@ -141,7 +141,7 @@ def test_store_writes_each_element_once_from_the_thread_that_holds_it(name, arch
         assert (
             np.take_along_axis(held, order[..., None], 1) == np.take_along_axis(written, again[..., None], 1)
         ).all()
-    # Source registers: the copy's elements are those of the MMA's own map.
+    # Source registers: the copy's elements are the same as in the MMA's map.
     source = model.copy_map(copy, "src")
     mma = model.mma_map(make, "C")
     for thread in (0, 37, threads - 1):

@@ -78,7 +78,7 @@ causal = MASKS["causal"]
 
 
 def kinds_of_elements(mask_mod, batch, nheads, lengths, block_size):
-    """By brute force: the function of every element."""
+    """Kinds of blocks by brute force: the function is evaluated at every element."""
     index = torch.meshgrid(*map(torch.arange, (batch, nheads, *lengths)), indexing="ij")
     seen = torch.as_tensor(mask_mod(*index)).expand(batch, nheads, *lengths)
     beyond = [-n % size for n, size in zip(lengths, block_size, strict=True)]
@@ -89,7 +89,7 @@ def kinds_of_elements(mask_mod, batch, nheads, lengths, block_size):
 
 
 SIZES = (((200, 250), (16, 32)), ((97, 384), (32, 64)), ((384, 13), (64, 16)))
-"""Lengths and blocks; masks take turns."""
+"""Lengths and block sizes; masks alternate between them."""
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_sequences_and_heads_that_are_alike_share_a_mask(name, batch, nheads):
     [("causal", {0}), ("window", {-2, -1, 3, 4}), ("everywhere", set()), ("nowhere", {0}), ("of a table", set())],
 )  # fmt: skip
 def test_bounds_decide_all_blocks_but_those_at_edges(name, distances):
-    """Those so many blocks below the diagonal."""
+    """distances: how many blocks below the diagonal the blocks lie that bounds do not decide."""
     evaluated = emulated_kinds(MASKS[name], 1, 1, (256, 256), (16, 16), ByBounds)[0, 0] == PARTIAL
     rows, columns = evaluated.nonzero().T.tolist()
     assert {i - j for i, j in zip(rows, columns, strict=True)} == distances
@@ -201,7 +201,7 @@ OPERATIONS = {
 
 
 def decided(made, compare):
-    """Which blocks bounds decide, as their elements say, and the kinds of all."""
+    """Which blocks bounds decide, and the kinds of all blocks; checks that decisions agree with the elements."""
     mask = lambda b, h, q, k: compare(made(q, k), THRESHOLDS[h]), 1, len(THRESHOLDS), (96, 112), (16, 16)
     by_bounds, right = emulated_kinds(*mask, ByBounds), kinds_of_elements(*mask)
     known = by_bounds != PARTIAL
@@ -217,7 +217,7 @@ def compared_in_turn(names):
 
 @compared_in_turn(OPERATIONS)
 def test_bounds_of_each_operation(name, compare):
-    """For numbers of both signs and several thresholds, bounds decide most blocks as their elements do."""
+    """For values of both signs and several thresholds, bounds decide most blocks that lie entirely in or out."""
     known, right = decided(OPERATIONS[name], compare)
     assert known.sum() > 0.6 * (right != PARTIAL).sum()
 
@@ -277,7 +277,7 @@ def test_device_code_lists_blocks_in_order(shape):
 )
 @pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2), (3, 1)])
 def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_size):
-    """heads: of the table; one stands for four."""
+    """heads: the table's heads; one of them stands for four."""
     sizes = (2, lengths[0], max(heads, 4) if heads == 1 else heads, lengths[1], heads_kv)
     rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
     chances = torch.rand(2, heads, rows, columns, generator=generator)
@@ -290,7 +290,7 @@ def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_si
 
 
 def test_its_kinds_are_known(monkeypatch):
-    """To attention, until a list changes: then they follow from the lists."""
+    """Attention takes the kinds from the mask until a list changes; then it derives them from the lists."""
     made, (q, k) = [], (torch.ones(1, 300, 2, 16) for _ in range(2))
     monkeypatch.setattr(block_masks, "kinds_of", lambda mask: made.append(mask) or kinds_of(mask))
     mask = block_mask(causal, 1, None, 300, 300, device="cpu")
@@ -331,7 +331,7 @@ def many_values(b, h, q, k):
 
 
 def kernel_of(*functions):
-    """Of a mask of these functions."""
+    """The kernel that makes a mask of these functions."""
     name, _ = epilogue_of(*functions, CPU)
     return lookup(Traits("block_kinds", "sm80", "bf16", LISTED_ROWS, epilogues=(name,)))
 

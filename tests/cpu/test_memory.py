@@ -1,4 +1,4 @@
-"""What tensors are beside their numbers' memory: lazy views, overlaps, versions, rows that no sequence owns."""
+"""Properties of tensors that kernels must respect: lazy views, overlaps, versions, rows that no sequence owns."""
 
 import contextlib
 import random
@@ -19,7 +19,7 @@ LAZY = {
 
 
 def addresses(x):
-    """Every element's place in its storage."""
+    """Offset of every element in the tensor's storage."""
     places = [x.storage_offset()]
     for size, step in zip(x.shape, x.stride(), strict=True):
         places = [place + i * step for place in places for i in range(size)]
@@ -79,7 +79,7 @@ def test_what_is_more_than_memory(name):
 
 
 def test_fake_tensors_have_no_memory():
-    """Nor have meta tensors, those of function transforms and what a compiler traces; subclasses of memory have."""
+    """Neither have meta tensors, tensors of function transforms and traced tensors. Subclasses with storage have."""
     x, seen = torch.ones(2, 3), []
     with FakeTensorMode():
         fakes = [torch.ones(2, 3, device=device) for device in ("cpu", "cuda")]

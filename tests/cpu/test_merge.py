@@ -33,7 +33,7 @@ def combine(
     mSinks: cute.Tensor,
     kernel: Constexpr,
 ):
-    """Every CTA."""
+    """Run every CTA."""
     rows, partials = GivenRows.make(mO, kernel.tile), (mOpartial, mLSEpartial)
     for block in cutlass.range(rows.ctas, unroll=1):
         at = functools.partial(rows.of, kernel, partials, block)
@@ -98,7 +98,7 @@ def test_every_thread_against_the_definition(name, partials):
 
 @pytest.mark.parametrize("tile", [T(4, 1), T(1, 4)], ids=str)
 def test_sinks_join_once(tile):
-    """Of rows with keys, without any, and where only the sink is below or far above all keys."""
+    """There are rows with keys, a row without any, and sinks far below and far above all keys."""
     kernel = Combine(Traits("combine", "sm80", "fp32", 16, sinks="fp32"), tile)
     outs, lses = partial_results(5, 2, 3, 4, 16)
     lses[:, 1, 2, 1] = -math.inf
@@ -114,7 +114,7 @@ def test_sinks_join_once(tile):
 
 
 def test_empty_partial_results_change_no_bit_in_order():
-    """Nor do the results of other rows: a row alone, of the partial results that saw a key."""
+    """Other rows change no bit either: a row equals the row alone, with only its partial results that saw a key."""
     kernel = Combine(Traits("combine", "sm80", "fp32", 16), T(2, 1, 4, in_order=True))
     outs, lses = partial_results(9, 1, 6, 2, 16)
     out, lse = emulate(kernel, outs, lses)
@@ -149,7 +149,7 @@ def test_nan_stays_nan(tile):
 
 
 def test_inf_in_one_column_leaves_the_others():
-    """The weight of what is loaded in place of an absent row is 0, and 0 times inf would be NaN."""
+    """A row loaded in place of an absent one has weight 0; 0 times inf must not make NaN."""
     outs, lses = torch.ones(3, 1, 1, 1, 8), torch.tensor([0.0, -math.inf, -math.inf]).view(3, 1, 1, 1)
     outs[0, ..., 3] = math.inf
     out, _ = emulate(Combine(Traits("combine", "sm80", "fp32", 8), T(1, 1)), outs, lses)
@@ -169,7 +169,7 @@ def test_strides_of_any_order():
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 def test_rows_are_loaded_several_at_a_time(arch):
-    """16 bytes a load, as many as the tile says, and none behind a branch."""
+    """Loads have 16 bytes; the tile's number of them is issued together, none behind a branch."""
     compiled = compile(f"combine-{arch}-bf16-d128", "unroll=8")
     lines = [line for line in compiled.sass.splitlines() if "LDG" in line and ".128" in line]
     assert len(lines) == 8 and not any("@" in line for line in lines)
@@ -242,7 +242,7 @@ D128 = Traits("combine", "sm80", "bf16", 128)
 
 
 def on_cuda(shape, dtype):
-    """Raise for what the kernel does not support, of a call that is right."""
+    """Raise if the kernel does not support the call, or if the call is wrong."""
     outs, lses = torch.zeros(shape, device="meta"), torch.zeros(shape[:-1], device="meta").transpose(2, 3)
     check(outs, lses, None, dtype)
     check_for_kernels(outs, lses, dtype)

@@ -113,7 +113,7 @@ def test_what_a_version_numbers_with(monkeypatch, text, version, masks):
 
 @cute.jit
 def draw(args: tuple, numbers: cute.Tensor, kept: cute.Tensor, tiling: Constexpr):
-    """kept (tile_m, tile_n): 0 where a thread finds its element dropped, 1 elsewhere."""
+    """kept (tile_m, tile_n): 0 where a thread drops its element, else 1."""
     batch, head, nheads, seqlen_k, max_q, max_k, row0, col0 = (numbers[i] for i in range(8))
     one, dropout = Float32(1.0), Dropout("mem_efficient")
     context = ScoreContext(batch, head, nheads, max_q, seqlen_k, max_q, max_k, Int32(0), one, one, one)

@@ -37,7 +37,7 @@ def inputs(dtype=torch.float32, requires_grad=False):
 
 
 def call(q, k, v, **changes) -> Call:
-    """A call of the operator with everything it does not say switched off."""
+    """A call of the operator with all unnamed features switched off."""
     plain = Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=0.25)
     return plain._replace(**changes)
 
@@ -156,7 +156,7 @@ def written(monkeypatch):
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("door", ["attention", "bias", "varlen", "kvcache", "append"])
 def test_no_address_of_a_fake_tensor_is_read(door, device, inside, written, recwarn):
-    """Nor a value of lengths, with a given output; outside of its mode a fake tensor is one all the same."""
+    """With a given output no lengths are read either. A fake tensor counts as fake outside of its mode too."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode()
@@ -184,7 +184,7 @@ def test_no_address_of_a_fake_tensor_is_read(door, device, inside, written, recw
 
 
 def test_a_given_output_in_one_graph():
-    """Also of packed sequences, whose lengths are read when the graph runs, and of a cache; and exported."""
+    """This includes packed sequences, whose lengths are read when the graph runs, calls with a cache, and exports."""
     torch.compiler.reset()
     q, k, v = inputs()
     cache, used = randn(2, 16, 2, 16, seed=4), torch.tensor([2, 9], dtype=torch.int32)
@@ -231,7 +231,7 @@ LOADED = """
 
 
 def load(tmp_path, saved, how, module=""):
-    """In a new process, which imports the package and nothing of it."""
+    """Load and run the program in a new process, which imports the package and nothing from it."""
     script = textwrap.dedent(LOADED.format(load=how, module=module))
     done = processes.alone("-c", script, tmp_path / saved, tmp_path / "call")
     assert done.returncode == 0, done.stderr
@@ -245,14 +245,14 @@ def test_a_saved_export_finds_the_operators(tmp_path):
 
 @pytest.mark.slow
 def test_an_aotinductor_package_finds_the_operators(tmp_path):
-    """Which hands None over for an empty list of tensors."""
+    """AOTInductor passes None for an empty list of tensors."""
     torch._inductor.aoti_compile_and_package(program(tmp_path), package_path=str(tmp_path / "saved.pt2"))
     load(tmp_path, "saved.pt2", "torch._inductor.aoti_load_package")
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["rows first", "heads first"])
 def test_gradients_have_the_strides_of_fake_ones(order):
-    """Those of eager calls on the CPU, compiled ones and kernels: contiguous."""
+    """Gradients of eager calls on the CPU, of compiled calls and of kernels are all contiguous."""
     q, k, v = (x.permute(order).contiguous().permute(order).requires_grad_() for x in inputs())
     bias, sinks = randn(1, 4, 9, 11).requires_grad_(), randn(4).requires_grad_()
     for tensors, call in (
@@ -271,7 +271,7 @@ CU_2 = torch.arange(3, dtype=torch.int32)
 
 
 def test_kernels_gradients_have_the_strides_of_fake_ones(recorder):
-    """Also where q, k and v are views of one tensor, as eager gradients then are."""
+    """They are contiguous even if q, k and v are views of one tensor."""
     q, k, v = randn(2, 9, 3, 4, 16, dtype=BF16).unbind(2)
     given = (q.contiguous(), None, q.contiguous(), randn(2, 4, 9), [True] * 3 + [False] * 2)
     found = operators._backward_cuda(*given, *call(q, k, v).values(ATTENTION))
@@ -282,7 +282,7 @@ def test_kernels_gradients_have_the_strides_of_fake_ones(recorder):
 
 
 class Recorder:
-    """Every kernel that is built and launched; padding copies are torch's."""
+    """Records every kernel that is built and launched; torch makes the padding copies."""
 
     def __init__(self):
         self.built, self.launched = [], []
@@ -343,7 +343,7 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
 
 @pytest.mark.parametrize(("scale", "sign"), [(-0.3, -1), (0.0, 0)])
 def test_a_kernel_gets_a_positive_scale(recorder, scale, sign):
-    """And q times the sign, contiguous; other tensors as they are, also where q, k or v starts anywhere."""
+    """Kernels get q times the scale's sign, contiguous; other tensors are passed unchanged, at any alignment."""
     storage = randn(2 * 9 * 4 * 16 + 1, dtype=BF16)
     for first in (0, 1):
         _, k, v = kernel_inputs()
@@ -360,7 +360,7 @@ def test_a_kernel_gets_a_positive_scale(recorder, scale, sign):
 @pytest.mark.parametrize("dim", [301, 43])
 @pytest.mark.parametrize("given", [False, True])
 def test_rows_of_odd_head_dims_are_padded(recorder, monkeypatch, given, dim):
-    """The kernel gets aligned rows, zeros behind them, and the call what it writes in front."""
+    """The kernel gets aligned rows that end in zeros; the caller gets the first columns of its results."""
     q, k, v = (
         randn(2, 9, 4, dim, dtype=BF16),
         randn(2, 11, 2, dim, dtype=BF16),
@@ -386,7 +386,7 @@ def test_rows_of_odd_head_dims_are_padded(recorder, monkeypatch, given, dim):
 
 
 def test_only_rows_that_start_anywhere_are_copied(recorder):
-    """Calls of the same metadata, of which one copies q and another k and v."""
+    """Calls have equal metadata, but one has to copy q, and another k and v."""
     q, k, v = kernel_inputs()
     for moved in (("q",), ("k", "v"), ()) * 3:
         given = {"q": q, "k": k, "v": v}
@@ -403,7 +403,7 @@ def test_only_rows_that_start_anywhere_are_copied(recorder):
 
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
 def test_a_given_output_that_starts_anywhere(recorder, monkeypatch, scale):
-    """Written by the padding's inverse where q is padded, whatever copy of q has the scale's sign."""
+    """The padding's inverse writes it if q is padded, even if kernels get a copy of q times the scale's sign."""
     q, k, v = kernel_inputs()
     q = torch.empty(q.numel() + 1, dtype=BF16)[1:].view(q.shape).copy_(q)
     out = q.new_empty(2 * 9 * 4 * 8 + 1)[1:].view(2, 9, 4, 8)
@@ -415,7 +415,7 @@ def test_a_given_output_that_starts_anywhere(recorder, monkeypatch, scale):
 
 @pytest.mark.parametrize("given", [False, True])
 def test_rows_of_packed_queries_without_an_owner(recorder, monkeypatch, given):
-    """Padded outputs leave them as they are in a given output; in a new one they are 0 where others may be, too."""
+    """A padded output leaves these rows unchanged in a given output, and sets them to 0 in a new one."""
     monkeypatch.setattr(recorder, "launched", Writes())
     q, k, v = (randn(12, 4, 43, dtype=BF16) for _ in range(3))
     cu_q, used = torch.tensor([2, 5, 9], dtype=torch.int32), torch.tensor([1, 4], dtype=torch.int32)
@@ -440,7 +440,7 @@ LAZY = {
 
 
 def all_tensors():
-    """Every tensor of a call of attention but lengths, and a user's epilogue with one."""
+    """Every tensor argument of attention except lengths, and a user's epilogue with one tensor."""
     scores = {"bias": randn(1, 4, 1, 11), "alibi_slopes": randn(4), "sinks": randn(4)}
     return dict(zip("qkv", kernel_inputs(), strict=True)) | scores | {"rng_state": torch.tensor([5, 6])}
 
@@ -448,7 +448,7 @@ def all_tensors():
 @pytest.mark.parametrize("which", [*all_tensors(), "epilogue"])
 @pytest.mark.parametrize("name", LAZY)
 def test_no_kernel_gets_a_lazy_view(scale_keys, recorder, name, which):
-    """But a tensor of its values, also where a call of that metadata is known."""
+    """It gets a tensor of the view's values, also if a call with this metadata is known."""
     given, values = all_tensors() | {"dropout_p": 0.5}, randn(9, 11)
     if which == "epilogue":
         given["epilogues"] = {"scale_keys": (values, 0.5)}
@@ -464,7 +464,7 @@ def test_no_kernel_gets_a_lazy_view(scale_keys, recorder, name, which):
 
 
 def tensors_in(arguments):
-    """Those of a launch, in tuples as well."""
+    """Tensors of a launch, also the ones in tuples."""
     for x in arguments:
         if isinstance(x, torch.Tensor):
             yield x
@@ -536,7 +536,7 @@ def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
 
 
 def test_a_users_kernel_computes_its_arguments_at_every_call(recorder, monkeypatch):
-    """They may depend on a tensor's values."""
+    """The arguments may depend on a tensor's values."""
     from cute_attn.kernels.forward_sm80 import ForwardSm80
 
     class Later(ForwardSm80):
@@ -597,7 +597,7 @@ def test_a_grid_ends_where_32_bits_do(recorder):
 
 
 def many(sequences, heads):
-    """A varlen call of expanded tensors, which take no memory."""
+    """A varlen call of expanded tensors, which need no memory."""
     x = torch.zeros(16, dtype=BF16).expand(8, heads, 16)
     starts = torch.zeros(1, dtype=torch.int32).expand(sequences + 1)
     changes = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 8, "max_seqlen_k": 8}
@@ -605,19 +605,19 @@ def many(sequences, heads):
 
 
 def blocks(sequences, heads):
-    """The Hopper forward has blocks for all rows, whatever max_seqlen says."""
+    """The Hopper forward has enough blocks for all rows, even if max_seqlen is larger."""
     one = many(sequences, heads)
     checks.check_query_blocks(one, registry.lookup(one.traits("sm90"), "tile_m=64", "sm90"))
 
 
 def steps(seqlen, **changes):
-    """Such a launch would run for half an hour."""
+    """Check the number of steps of a launch, one of which would run for half an hour."""
     x = torch.zeros(16, dtype=BF16).expand(1, seqlen, 1, 16)
     checks.check_steps(call(x, x, x, **changes), seqlen // 64, ForwardSm90Tile(64, 64), 132)
 
 
 def operator(device="cpu", **changes):
-    """What only the operator can be given."""
+    """Arguments that only the operator accepts."""
     q, k, v = (x.to(device) for x in inputs())
     operators.forward_cpu(call(q, k, v, **changes))
 
@@ -663,7 +663,7 @@ def test_rows_that_no_thread_writes_are_zero(recorder):
 
 
 def test_divided_keys_are_read_from_aligned_rows(recorder):
-    """What does not start at a multiple of 16 bytes is padded before, in calls without work tiles enough as well."""
+    """Tensors that do not start at a multiple of 16 bytes are padded first, also in calls with too few work tiles."""
     storage = [torch.zeros(1 * 8192 * 2 * 64 + 1, dtype=BF16)[1:].view(1, 8192, 2, 64) for _ in range(2)]
     attention(randn(1, 1, 8, 64, dtype=BF16), *storage)
     of_attention = [

@@ -83,7 +83,7 @@ STATED["attention_with_kvcache"] = "_KvcacheOptions"
 
 @pytest.mark.parametrize("name", STATED)
 def test_overloads_have_the_arguments_of_their_function(name):
-    """By their names and types as text."""
+    """Names and types are compared as text."""
     stub = ast.parse((ROOT / "cute_attn/__init__.pyi").read_text()).body
     module = ROOT / "cute_attn" / (cute_attn._HOME[name].replace(".", "/") + ".py")
     (real,) = (x for x in ast.parse(module.read_text()).body if getattr(x, "name", "") == name)
@@ -111,7 +111,7 @@ WRONG_LINES = [n for n, line in enumerate(USERS_FILE.splitlines(), 1) if "# wron
 
 @pytest.mark.doors("basedpyright")
 def test_an_editor_knows_what_a_users_call_returns(tmp_path):
-    """Editors ask pyright, or this one that is made of it."""
+    """Editors use pyright, or basedpyright, which is derived from it."""
     (tmp_path / "users.py").write_text(USERS_FILE)
     options = {"typeCheckingMode": "standard", "extraPaths": [str(ROOT)], "include": ["users.py"]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(options))
@@ -240,7 +240,7 @@ def test_what_is_no_kernel_is_not_registered(call, sentence):
 
 
 class Narrower(ForwardSm80):
-    """Layouts, tiles and names of its own: the definition computes the same."""
+    """A kernel with different layouts and tile and an unknown name, but the same definition."""
 
     PAD = 8
 

@@ -1,4 +1,4 @@
-"""Parts of one tensor, their gradients as one tensor, and gradients into given tensors, on the CPU."""
+"""Views of one tensor, their gradients as one tensor, and gradients into given tensors, on the CPU."""
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ def strides_of(shape, kind):
 
 
 def places_of(shape, strides, first):
-    """Where each element lies: (rows, dim)."""
+    """Index of each element in memory: (rows, dim)."""
     grids = np.meshgrid(*(np.arange(n) * s for n, s in zip(shape, strides, strict=True)), indexing="ij")
     return first + sum(grids).reshape(-1, shape[-1])
 
@@ -52,7 +52,7 @@ def write_noise(out: cute.Tensor, count: Constexpr):
 
 
 def tensor_of(out, first, dtype, shape, strides):
-    """Of the elements from ``first`` on, strides as a kernel has them: none is known."""
+    """A tensor whose first element is ``first``. Strides are dynamic, as in the kernel."""
     strides = tuple(Int64(stride) for stride in strides)
     start = cute.recast_ptr(out.iterator, dtype=dtype) + first
     return cute.make_tensor(start, cute.make_layout(shape, stride=strides))
@@ -68,7 +68,7 @@ def copy_rows(
     cu_seqlens: Constexpr,
     out: cute.Tensor,
 ):
-    """By all threads of all CTAs; ``out`` starts with so many words of noise."""
+    """Run all threads of all CTAs; first fills ``words`` words of ``out`` with noise."""
     write_noise(out, words)
     shape, strides, first = layout
     dtype, dim = CUTE_DTYPES[kernel.traits.dtype], shape[-1]
@@ -97,7 +97,7 @@ def copy_rows(
 
 
 def copied(op, dtype, shape, kind, first=0, cu_seqlens=None):
-    """(source, target) in memory's order, and where the call's and the padded elements lie in them."""
+    """(source, target) in memory order, and the positions in them of the call's elements and of the padded ones."""
     bits = {2: np.uint16, 4: np.uint32}[CUTE_DTYPES[dtype].width // 8]
     traits = Traits(op, "sm80", dtype, shape[-1], varlen=len(shape) == 3)
     kernel = PadRows(traits, TILE)
@@ -139,7 +139,7 @@ def test_padded_rows_have_all_elements_and_zeros_behind_them(dtype, shape, first
 
 @pytest.mark.parametrize("dtype, shape, first, kind", IN_TURN)
 def test_rows_come_back_without_their_padding(dtype, shape, first, kind):
-    first = first * 4 if kind == CONTIGUOUS else first  # of memory that a plan allocates, and of any other
+    first = first * 4 if kind == CONTIGUOUS else first  # memory from a plan's allocation, or any other
     source, target, places, wide_places = copied("backward_unpad", dtype, shape, kind, first)
     expected = np.full_like(target, UNWRITTEN[target.dtype.itemsize])
     expected[places] = source[wide_places[:, : shape[-1]]]

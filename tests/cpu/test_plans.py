@@ -40,7 +40,7 @@ def seen(call, key=KEY):
 
 
 def guarded(call, key=KEY):
-    """Found by guards alone."""
+    """The result of a call that only its guards can find."""
     whole, plans._records = plans._records, {}
     try:
         return seen(call, key)
@@ -49,7 +49,7 @@ def guarded(call, key=KEY):
 
 
 def learn(call, number, key=KEY):
-    """Record a call that writes a number, as one that comes for the second time."""
+    """Record a call that writes a number, as if it came for the second time."""
 
     def run():
         out = record.empty(call[0], (1,), (1,), torch.float32)
@@ -168,7 +168,7 @@ def test_a_plan_is_made_once():
 
 
 def test_a_call_within_a_recorded_one_is_part_of_it():
-    """It is neither looked up nor recorded by itself."""
+    """A nested call is neither looked up nor recorded separately."""
     inner, outer = tensors(), tensors(7)
 
     def call():
@@ -183,7 +183,7 @@ def test_a_call_within_a_recorded_one_is_part_of_it():
 
 
 def test_what_functions_read_is_compared():
-    """A function made anew with equal values is known, one with another value or code is not; tensors may differ."""
+    """A new function with equal values is known; with another value or other code it is not. Tensors may differ."""
 
     def made(number, table):
         return lambda score, b, h, i, j: score * number + table[j]
@@ -223,7 +223,7 @@ def given_to(door, q, k, v):
 
 @pytest.mark.parametrize("door", ["attention", "flash_attn", "flex"])
 def test_the_precision_of_fp32_is_that_of_each_call(door, monkeypatch):
-    """At the outermost door as well, whose arguments do not name it."""
+    """The same holds at outermost doors that have no argument for the precision."""
     launched = []
     machine.gpu(monkeypatch, lambda kernel, target: lambda given: launched.append(kernel.traits.precision))
     given, flags = given_to(door, *[torch.randn(2, 64, 4, 64)] * 3), torch.backends.cuda.matmul
@@ -260,7 +260,7 @@ def launches(monkeypatch):
 
 @pytest.fixture
 def recordings(monkeypatch):
-    """Where a call was recorded, rather than repeated."""
+    """The calls that were recorded, rather than repeated from a record."""
     found, record_call = [], plans._record
 
     def noted(*arguments):
@@ -285,7 +285,7 @@ def test_a_record_without_gradients_is_none_of_a_call_with_some(launches):
 
 
 def test_a_record_without_gradients_of_a_given_output(launches):
-    """Its metadata is that of a call with gradients enabled and none required."""
+    """The call's metadata equals the metadata of a call with gradients enabled and none required."""
     (q, k, v), out = (randn(2, 128, 4, 64) for _ in range(3)), randn(2, 128, 4, 64)
     with torch.no_grad():
         for _ in range(3):
@@ -317,7 +317,7 @@ def test_a_function_of_one_tensor_is_recorded_once(launches, recordings):
 
 
 def test_a_record_finds_the_views_of_other_tables(monkeypatch, recordings):
-    """Kernels get the memory of a view that a function makes of a table, wherever that table lies."""
+    """Kernels get the memory of a function's view of a table, wherever that table is in memory."""
     read = []
 
     def launched(kernel, target):

@@ -10,7 +10,7 @@ from cute_attn.lab.sass import BYTES, Code, Instruction
 from tests.listings import instructions
 
 FORWARD, BACKWARD = "forward-sm90-bf16-d64-causal", "backward-sm90-bf16-d64-causal-dropout"
-"""Which test_defaults.py builds, too."""
+"""Kernels that test_defaults.py builds too."""
 
 
 def code_of(name: str) -> Code:
@@ -18,7 +18,7 @@ def code_of(name: str) -> Code:
 
 
 def without_fences(code: Code) -> Code:
-    """The code as it is without its proxy fences."""
+    """The same code without its proxy fences."""
 
     def changed(i: Instruction) -> Instruction:
         return replace(i, opcode="NOP", modifiers=()) if i.name.startswith("FENCE.VIEW.ASYNC") else i
@@ -53,7 +53,7 @@ def code(*lines: str) -> Code:
 
 
 def address(n: int) -> str:
-    """Of the n-th line given to :func:`code`."""
+    """Address of the n-th line given to :func:`code`."""
     return f"{BYTES * (len(START) + len(PRODUCER) + n):#x}"
 
 

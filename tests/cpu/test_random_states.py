@@ -15,7 +15,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Generator(machine.Generator):
-    """Its launches, which draw groups, and the stream."""
+    """A generator that notes its launches, each of which draws a group; ``stream`` stands for the current stream."""
 
     device = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def draws(n):
 
 
 def test_draw_rng_state_gives_a_calls_state(monkeypatch):
-    """As the arguments' description says."""
+    """The argument ``rng_state`` is documented to accept it."""
     q = torch.randn(1, 5, 2, 8)
     torch.manual_seed(3)
     state = cute_attn.draw_rng_state("cpu")
@@ -82,7 +82,7 @@ def test_a_state_belongs_to_its_generators(generator):
 
 
 def test_threads_draw_different_states(generator, monkeypatch):
-    """Each yields to the other between reading the offset and advancing it."""
+    """Each thread yields to the other between reading the offset and advancing it."""
     read = generator.get_offset
 
     def get_offset():

@@ -1,4 +1,4 @@
-"""The static rank: its parts by hand, and pairs of tiles whose winner bench/notes.md states."""
+"""The static rank: its terms by hand, and pairs of tiles whose winner bench/notes.md states."""
 
 from dataclasses import replace  # noqa: F401  # in wrong calls
 

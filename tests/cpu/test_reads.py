@@ -1,4 +1,4 @@
-"""What a function reads is what it has in each call: nothing that was read once is kept where it may have changed."""
+"""A function's reads have their current values in each call: nothing is kept that may have changed since."""
 
 import gc
 import operator
@@ -59,7 +59,7 @@ import functools
 values = [1.0]
 function = functools.partial(lambda v, s, b, h, i, j: s * v[0], values)
 """
-# what there is, a function of scores, unless it is there, and what gives the value that it reads
+# definitions, a function of scores unless they define one, and code that sets the value it reads
 SOURCES = {
     "global": ("", "s * n + i - j", "n = x"),
     "a helper's global": ("def helper(s): return s * n", "helper(s) + i", "n = x"),
@@ -363,7 +363,7 @@ def test_a_trace_without_gradients_serves_calls_with_some():
     with torch.no_grad():
         attention(QUERIES.double(), KEYS.double(), VALUES.double(), score_mod=function)
     torch.testing.assert_close(gradients(function, LEARNED), dense_gradients(function, LEARNED))
-    with torch.no_grad():  # without gradients a Function's forward is all that counts
+    with torch.no_grad():  # without gradients only a Function's forward matters
         found = attention(QUERIES, KEYS, VALUES, score_mod=by_floor)
     torch.testing.assert_close(found, by_vmap(lambda s, *_: torch.floor(s)))
 

@@ -19,7 +19,7 @@ from tests.padded_rows import copy_rows
 
 
 def kernel(function):
-    """As a launching function of TVM FFI, which takes slots."""
+    """A kernel's launching function of TVM FFI, which accepts slots."""
     return tvm_ffi.convert(lambda *arguments: function(*map(machine.as_torch, arguments)))
 
 
@@ -127,7 +127,7 @@ def test_views_of_an_input_follow_it():
 
 
 def test_padded_copies_are_part_of_a_record():
-    """Of an input that is copied, twice, and one that is not; the copied one may start anywhere."""
+    """One input is copied twice, another is not copied. The copied one may start at any address."""
     layouts = (((4, 1, 8), (8, 8, 1)),) * 3
     pad, unpad = (
         Copies(copying(Traits(op, "sm80", "fp32", 5, 8, varlen=True)), layouts[:count])
@@ -158,8 +158,8 @@ def test_padded_copies_are_part_of_a_record():
 
 
 @pytest.mark.parametrize("recorded", [0, 1], ids=["aligned", "unaligned"])
-def test_only_what_a_kernel_reads_where_it_is_has_to_be_aligned(recorded):
-    """A tensor that padding copies may start anywhere, and so may lengths, whichever way the record found them."""
+def test_only_tensors_that_kernels_read_in_place_have_to_be_aligned(recorded):
+    """A tensor that padding copies may start at any address, and so may lengths, whatever the recorded call had."""
     pad = Copies(copying(Traits("forward_pad", "sm80", "fp32", 5, 8)), (((4, 1, 8), (8, 8, 1)),) * 3)
 
     @kernel
@@ -188,7 +188,7 @@ def test_only_what_a_kernel_reads_where_it_is_has_to_be_aligned(recorded):
 
 @pytest.mark.parametrize(("users", "in_steps"), [(0, 1), (1, 2)])
 def test_integers_of_users_have_to_be_aligned_as_recorded(users, in_steps):
-    """A user's epilogue may read several at a time, such as a mask's words; a record's launch checks no address."""
+    """A user's epilogue may read several at once, such as a mask's words, and a record's launch checks no address."""
 
     @kernel
     def add(x, words, out):
@@ -313,8 +313,8 @@ def test_a_record_keeps_no_tensor():
     assert not any(reference() is not None for reference in references)
 
 
-def test_calls_at_one_time_have_arguments_of_their_own():
-    """A launching function runs without the interpreter's lock: others may come in between."""
+def test_concurrent_calls_have_separate_arguments():
+    """A launching function runs without the interpreter's lock, so other threads' calls may run in between."""
     calls, inside, results = Calls(), threading.Event(), {}
     go_on = threading.Event()
 
@@ -339,8 +339,8 @@ def test_calls_at_one_time_have_arguments_of_their_own():
     assert calls.in_steps == 1
 
 
-def test_what_torch_writes_is_part_of_a_record():
-    """In place, into memory of the call's own: fills, sums and copies."""
+def test_a_record_includes_writes_by_torch():
+    """torch fills, adds up and copies in place, into memory that the call allocated."""
 
     def run(x, y):
         whole = record.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
@@ -398,7 +398,7 @@ def test_what_changes_a_given_tensor_unseen_is_no_record():
 
 @pytest.mark.parametrize("in_a_list", [False, True])
 def test_results_in_a_list_are_no_record(in_a_list):
-    """As of an operator that returns gradients of a list of tensors; an empty one is made anew."""
+    """An operator may return gradients as a list of tensors. An empty list is made anew in each call."""
 
     def run(x, y):
         out = record.empty(x, (4, 5), (5, 1), x.dtype)

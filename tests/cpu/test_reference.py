@@ -1,4 +1,4 @@
-"""The reference: lengths, precision, the softmax, and random numbers. ``tests/fuzz`` has what happens to scores."""
+"""The reference: lengths, precision, the softmax and random numbers. ``tests/fuzz`` covers modified scores."""
 
 import math
 
@@ -33,7 +33,7 @@ def attend(q, k, v, scale, lengths=FULL_LENGTHS, *, mask="", dropout="", epilogu
 
 
 def coords(*sizes: int) -> ScoreCoords:
-    """Of all scores of (batch, nheads, seqlen_q, seqlen_k)."""
+    """Coordinates of all scores of (batch, nheads, seqlen_q, seqlen_k)."""
     return score_coords([torch.arange(n) for n in sizes], sizes[1], sizes[2:])
 
 
@@ -117,7 +117,7 @@ def test_chunks_of_batches_and_heads_change_nothing(monkeypatch):
 
 @pytest.mark.parametrize("longest", [(3, 4), (5, 7), (9, 11)])
 def test_a_softmax_has_the_size_that_the_call_states(longest):
-    """Also where sequences are longer than it says, which only their lengths on the GPU show."""
+    """It has that size even if a sequence is longer, which only the lengths on the GPU tell."""
     cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (5, 7))
     q, k = randn(5, 2, 8, seed=1), randn(7, 2, 8, seed=2)
     whole, stated = (Lengths(cu_q, cu_k, max_seqlen_q=m, max_seqlen_k=n) for m, n in ((5, 7), longest))
@@ -130,7 +130,7 @@ def test_a_softmax_has_the_size_that_the_call_states(longest):
 
 
 def test_a_softmax_takes_memory_for_some_queries_at_a_time(monkeypatch):
-    """Of one head of 300 x 500 scores, as much as 2,000 of them need."""
+    """A head of 300 x 500 scores needs no more memory than 2,000 scores do."""
     monkeypatch.setattr(definition, "_CHUNK_SCORES", 2000)
     q, k, sizes = randn(1, 300, 2, 8), randn(1, 500, 2, 8), []
     modify_scores = definition.modify_scores
@@ -158,7 +158,7 @@ def test_sixteen_bit_inputs_compute_in_float32(dtype):
 
 
 class ProductsInTf32(TorchDispatchMode):
-    """As PyTorch multiplies fp32 on CUDA under ``torch.backends.cuda.matmul.fp32_precision = "tf32"``."""
+    """Multiplies like PyTorch does on CUDA under ``torch.backends.cuda.matmul.fp32_precision = "tf32"``."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
@@ -212,7 +212,7 @@ def test_softmax_is_what_multiplies_v(dropout):
 
 @pytest.mark.parametrize("dropout", ["flash", "mem_efficient"])
 def test_a_dropped_element_too_small_for_its_dtype_is_minus_zero(dropout):
-    """Only what the mask hides has no sign."""
+    """Only elements that the mask hides have no sign."""
     q, k = torch.full((1, 1, 1, 8), 30.0, dtype=F64), torch.full((1, 16, 1, 8), -30.0, dtype=F64)
     k[:, 0] = 30.0
     args = {"dropout": dropout, "dropout_p": 0.5, "rng_state": torch.tensor([7, 8]), "return_softmax": True}
@@ -269,7 +269,7 @@ def test_flash_mask_is_its_definition(dropout_p, state):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.2, 0.5, 0.999])
 @pytest.mark.parametrize("state", [(0, 0), (42, 1235), (-5, 2**34 - 17), (2**63 - 1, 2**40 + 3)])
 def test_mem_efficient_mask_is_its_definition(dropout_p, state):
-    """Where every PyTorch numbers alike; ``test_numbering.py`` has the rest."""
+    """Every PyTorch numbers the scores of these calls in the same way; ``test_numbering.py`` has other calls."""
     batch, nheads, seqlen_q, seqlen_k = 2, 3, 9, 21
     keep = reference.mem_efficient_keep(
         coords(batch, nheads, seqlen_q, seqlen_k), dropout_p, torch.tensor(state)

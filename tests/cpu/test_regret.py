@@ -1,4 +1,4 @@
-"""The regret of choices without a GPU: which shapes and candidates there are, what is forced, and what is reported."""
+"""The regret of choices, without a GPU: shapes, candidates, forced choices and the report."""
 
 import json
 
@@ -87,7 +87,7 @@ def test_stored_timings_judge_todays_choices(capsys, monkeypatch, tmp_path):
         row(shapes[0], chosen=names[0], ms=1.02, regret=0.02, times={names[0]: 1.1, "another": 1.0}),
         row(shapes[1], chosen="another", ms=1.0, regret=0.0, times={names[1]: 1.5, "another": 1.0}),
         row(shapes[2], chosen="another", ms=1.0, regret=0.0, times={"third": 1.5, "another": 1.0}),
-        row(shapes[3], chosen=names[3], ms=1.0, regret=0.0, times={names[3]: 1.0}),  # which left no choice
+        row(shapes[3], chosen=names[3], ms=1.0, regret=0.0, times={names[3]: 1.0}),  # there was no choice
     ]
     monkeypatch.setattr(regret, "shapes_of", lambda op, *_: [shape for shape in shapes if shape.op == op])
     found = list(regret.judged({"seed": 0, "rows": rows}, OPS, 24))

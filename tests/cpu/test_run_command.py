@@ -1,4 +1,4 @@
-"""``cute-attn run``: a program sees what it would without, and its attention calls are listed and compared."""
+"""``cute-attn run``: a program behaves as it does without it, and its attention calls are listed and compared."""
 
 import json
 import os

@@ -65,7 +65,7 @@ META = {
     "causal": (False, True),
     "dropout_p": (0.0, 0.25, 1.0),
     "scale": (None, 0.5, -1.0),
-    "order": ((0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)),  # of dimensions in memory
+    "order": ((0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)),  # order of dimensions in memory
     "rng": ("ours", "torch"),
     "target": ("sm90", "sm80", "sm86", ""),
 }
@@ -78,7 +78,7 @@ def sampled(count, seed=0):
 
 
 def in_order(shape, order, dtype):
-    """A meta tensor whose dimensions lie in memory in that order."""
+    """A meta tensor whose dimensions have that order in memory."""
     stored = torch.empty([shape[i] for i in order], dtype=dtype, device="meta")
     return stored.permute([order.index(i) for i in range(4)])
 
@@ -208,7 +208,7 @@ SERVED += [("cudnn", OF_72, {"target": "sm80"}), ("cudnn", OF_72, {"learns": Tru
 
 @pytest.mark.parametrize(("backend", "tensors", "changes"), SERVED)
 def test_served(backend, tensors, changes):
-    """Also calls beside those that PyTorch computes faster."""
+    """This includes call classes in which PyTorch serves only some calls faster."""
     inputs, arguments = good(**tensors)
     call = request_of(backend, Inputs(**inputs), **arguments)._replace(**changes)
     assert why_not(call) is None
@@ -272,7 +272,7 @@ def leaves(*shapes):
 
 
 def compare(out, tensors, **arguments):
-    """With scaled_dot_product_attention's math in float64, and its gradients."""
+    """Compare out and its gradients with scaled_dot_product_attention's math in float64."""
     exact = [x.detach().double().requires_grad_() for x in tensors]
     bias = {"attn_mask": exact[3]} if len(exact) > 3 else {}
     wanted = scaled_dot_product_attention(*exact[:3], **bias, **arguments)
@@ -459,7 +459,7 @@ NAME = "_scaled_dot_product_cudnn_attention"
 
 
 class Kernel:
-    """A stand-in for PyTorch's kernel of an operator: its calls, and outputs of ones."""
+    """Replaces PyTorch's kernel of an operator; records its calls, and returns ones."""
 
     def __init__(self):
         self.calls = []
@@ -618,7 +618,7 @@ def test_only_the_named_backends_are_served(on_cpu):
     assert FLASH(q, q, q)[0].shape == q.shape
     with pytest.raises(NotImplementedError):
         CUDNN(q, q, q, None, True)
-    on_cpu.remove()  # of what another has replaced it changes nothing
+    on_cpu.remove()  # it leaves operators that another activation has replaced
     assert FLASH(q, q, q)[0].shape == q.shape
     activation.remove()
 
@@ -729,8 +729,8 @@ def test_wrong_options_and_questions(call, sentence, with_a_gpu):
     assert not serving()
 
 
-def test_an_operator_below_pytorchs_own_is_pytorchs():
-    """PyTorch's flash operator calls another one; where it falls through, so does that one, uncounted."""
+def test_an_operator_that_pytorchs_operator_calls_is_pytorchs():
+    """PyTorch's flash operator calls another one. If it falls through, so does the other one, uncounted."""
     calls: list[str] = []
 
     class Kernel:

@@ -48,10 +48,10 @@ def in_order(shape, order, seed=0, gap=0):
 
 
 class Launchers:
-    """Stands for the kernels: they compute by the reference, and note where they wrote.
+    """Replaces the kernels: the reference computes, and written addresses are recorded.
 
-    launches: by functions of TVM FFI, on prepared arguments, or of Python. heads: how often those of k and v are
-    divided in a backward.
+    launches: through TVM FFI on prepared arguments, or through Python. heads: into how many the heads of k and v
+    are divided in a backward.
     """
 
     def __init__(self, monkeypatch, prepared=False):
@@ -64,7 +64,7 @@ class Launchers:
         machine.poison(monkeypatch)
 
     def kernel(self, kernel, target):
-        """What the launch of a kernel runs."""
+        """The function that the kernel's launch runs."""
         functions = {"forward": self.forward, "backward": self.main, "backward_convert": self.convert}
         run = functions.get(kernel.traits.op, lambda kernel, given: None)
         return lambda given: run(kernel, given)
@@ -103,13 +103,13 @@ class Launchers:
 
 
 def biases(score_args):
-    """The bias, and its gradient, among the epilogues' arguments."""
+    """The bias, and its gradient, taken from the epilogues' arguments."""
     flat = [x for part in score_args for x in (part if isinstance(part, tuple) else (part,))]
     return [x for x in flat if isinstance(x, torch.Tensor) and x.dim() == 4]
 
 
 def attend(kernel, given, q, k, v, bias=None, *_):
-    """By the reference."""
+    """Compute a forward by the reference."""
     out, lse, _ = reference.attention(
         *(q, k, v, given.softmax_scale),
         reference.Features(kernel.traits.mask),
@@ -180,7 +180,7 @@ def by_reference():
 
 
 def with_reference(function, *arguments):
-    """What the operator returns where no kernel runs."""
+    """The operator's results where no kernel runs."""
     with by_reference():
         return function(OPTIONS, *arguments)
 
@@ -265,7 +265,7 @@ def override(function):
 
 
 def serve(function, *arguments):
-    """An operator's outputs as its override gives them, from a record where its call comes for the third time."""
+    """Outputs of an operator's override, for its third call, which follows a record."""
     return override(function)._served(OPTIONS, arguments, {})
 
 
@@ -362,7 +362,7 @@ NEEDED = (True, True, True, False, False)
 
 
 def test_divided_heads_are_added_up_in_a_record(monkeypatch):
-    """dK and dV of parts of a key head's query heads, by torch, into memory of the call's own."""
+    """torch adds up dK and dV of splits of a key head's query heads, into memory that the call allocated."""
     monkeypatch.setattr(backward, "head_splits", lambda *arguments: 2)
     Launchers(monkeypatch, prepared=True)
     q, k, v = randn(1, 8, 4, 64), randn(1, 9, 2, 64, seed=1), randn(1, 9, 2, 64, seed=2)
@@ -379,8 +379,8 @@ def test_divided_heads_are_added_up_in_a_record(monkeypatch):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
-def test_gradients_are_packed_where_inputs_are_and_it_may_be(order, monkeypatch):
-    """By functions, not by the operator, whose outputs share no memory; addresses may change from call to call."""
+def test_gradients_are_packed_if_inputs_are(order, monkeypatch):
+    """This holds for functions. Outputs of the operator share no memory. Addresses may change from call to call."""
 
     def inputs(adjacent):
         whole = [torch.randn(1, 8, 3, 2, 64).half() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Repeated calls of scaled_dot_product_attention: which are served, what the others see, and the way back."""
+"""Repeated calls of scaled_dot_product_attention: served calls, what observers of other calls see, and deactivation."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ SERVING = functools.partial(overrides.serving, "CPU")
 
 @pytest.fixture(autouse=True)
 def active():
-    """For CPU tensors."""
+    """Activate the kernels for CPU tensors."""
     known.forget()
     activation = sdpa.Activation(Options(), "CPU")
     yield activation
@@ -64,7 +64,7 @@ class Function:
         return self.run(None, *tensors, **options)
 
     def check(self, q, k, v, **options):
-        """A call's result is PyTorch's of doubles; whether it came to the function."""
+        """Check a call's result against PyTorch's in float64; returns whether the call reached PyTorch's function."""
         before = self.calls
         found = self(q, k, v, **options)
         wanted = pytorchs(q.double(), k.double(), v.double(), **options)
@@ -200,7 +200,7 @@ def test_a_call_that_began_before_the_end_is_finished(active, function):
 
 
 def check(q, k, v, **options):
-    """PyTorch's function, of which the override sees each call."""
+    """Call PyTorch's function, through the override, and compare with the definition."""
     out = F.scaled_dot_product_attention(q, k, v, **options)
     wanted = pytorchs(q.double().requires_grad_(), k.double(), v.double(), **options)
     torch.testing.assert_close(out.double(), wanted.double(), rtol=0, atol=2e-2)
@@ -275,7 +275,7 @@ def targets(graph):
 
 
 def recorded(kind):
-    """What exports, compilers, tracers, modes and profilers see of a call."""
+    """A call as exports, compilers, tracers, modes and profilers record it."""
     q, k, v = inputs()
     if kind == "export":
         program = torch.export.export(Attention(), (q, k, v))
@@ -308,7 +308,7 @@ KINDS = ["export", "compile", "make_fx", "mode", "profile"]
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """What is recorded in a process that has overridden nothing."""
+    """The same recordings from a process that has overridden nothing."""
     script = tmp_path_factory.mktemp("stock") / "record.py"
     script.write_text(
         f"import json\nfrom tests.cpu.test_sdpa_repeated import *\nprint(json.dumps([*map(recorded, {KINDS})]))\n"

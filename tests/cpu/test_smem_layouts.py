@@ -1,4 +1,4 @@
-"""A user's layouts, copies and MMAs: a wrong one gets a sentence with its method, its operand and what is accepted."""
+"""A user's layouts, copies and MMAs: a wrong one gets a sentence with its method, its operand and the accepted ones."""
 
 import dataclasses
 import re
@@ -36,13 +36,13 @@ def strided(*strides):
 
 ONE = (lambda r, c, s: 1,)
 OVERLAPPING = strided(lambda r, c, s: c // 2, *ONE, lambda r, c, s: r * c // 2)
-"""Each row starts in the middle of the one before."""
+"""Each row starts in the middle of the previous one."""
 TWICE = strided(lambda r, c, s: 2 * c, *ONE, lambda r, c, s: 2 * r * c)
-"""Every other row is left empty."""
+"""Every second row is left empty."""
 
 
 class RoomElsewhere(ForwardSm80Tile):
-    """More shared memory in all, and none of it where rows are padded."""
+    """A tile with more shared memory in total, but none where rows are padded."""
 
     def smem_bytes(self, traits):
         return super().smem_bytes(traits) + 32768
@@ -149,7 +149,7 @@ METHODS = {
     *("gmem_load", "gmem_store", "gmem_copy", "tiled_mma", "mma_qk", "mma_pv", "mma_sdp", "mma_dkv"),
     *("mma_dq", "mma_scores", "scores_store", "gradient_store", "store_copy"),
 }
-"""Of layouts, copies and MMAs."""
+"""Names of all methods that return a layout, a copy or an MMA."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -226,7 +226,7 @@ def amperes(rows, cols, stages):
 
 
 def long_rows(*shape):
-    """Rows of 256 bytes with a swizzle of 128: eight rows of an atom lie apart."""
+    """Rows of 256 bytes with a swizzle of 128 bytes, in which an atom's eight rows are not adjacent."""
     return cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, PLAIN_ROWS(*shape))
 
 

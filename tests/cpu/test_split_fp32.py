@@ -27,7 +27,7 @@ def terms_of(x):
 
 
 EXPONENT = 11
-"""Of the numbers that :func:`write_numbers` makes, which are below 2^4."""
+"""Exponent for the numbers of :func:`write_numbers`, which are below 2^4."""
 
 
 @cute.jit

@@ -1,4 +1,4 @@
-"""How the backward's work is divided among CTAs: among query heads, and among key blocks where it is deterministic."""
+"""How the backward's work is divided among CTAs: among query heads, and in the deterministic mode among key blocks."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def call(seqlen_q, seqlen_k, nheads=1, nheads_kv=1, batch=1, mask="", window=Non
 
 
 def test_accumulators_in_order():
-    """One where CTAs have enough to do between turns, or L2 is full; more only of few queries beside many keys."""
+    """One if CTAs have enough work between turns, or L2 is full; several only for few queries and many keys."""
 
     def accumulators(blocks, count, steps, one, keys=2**30, seen=1.0, rows=0, sequences=1):
         columns = Columns(count, blocks, rows or blocks, sequences, steps, seen)
@@ -127,7 +127,7 @@ def test_both_cards_were_measured():
             2,
         ),  # short tiles at both ends
         (call(100, 8192, 64, 8, mask="causal"), 1, 2),  # nearly all keys are seen by all queries
-        (call(64, 64, 8, 1, mask="causal"), 1, 1),  # nothing to gain for what the sums take
+        (call(64, 64, 8, 1, mask="causal"), 1, 1),  # no gain that would outweigh the sums
     ],
     ids=lambda x: f"{x.longest}" if isinstance(x, Call) else str(x),
 )
@@ -145,7 +145,7 @@ def test_deterministic_calls_have_fewer_work_tiles_to_fill_the_gpu_with():
 
 
 def test_heads_in_order_are_all_split_under_a_mask_unless_the_sums_cost_more():
-    """Few queries that see a window of many keys have little else to do than the sums."""
+    """Few queries that see a window of many keys have little work other than the sums."""
 
     def in_order(params):
         return head_splits(params, TILE, 132, 50 << 20, in_order=True)

@@ -66,7 +66,7 @@ def test_sequences_of_one_length_leave_nothing_to_merge(batch, ctas, used):
     ("kind", "keys", "used"), [("none", 6400, 108), ("causal", 6400, 108), ("causal", 600, 132)]
 )
 def test_query_blocks_that_see_nearly_the_same_keys_read_them_in_step(kind, keys, used):
-    """Nine of them, of three heads: four ranges of each, 108 of 132 CTAs."""
+    """There are nine such query blocks, of three heads: four ranges of each, on 108 of 132 CTAs."""
     line = Line(kind, 1, [(144, keys)], 3, 132)
     line.check()
     assert line.used == used
@@ -91,7 +91,7 @@ def test_slots_of_a_long_line():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_warp_shares_the_search(arch, tmp_path):
-    """On the device each lane measures a sequence: shuffles, and no memory of its own."""
+    """On the device each lane measures a sequence: lanes exchange results by shuffles, without memory."""
     given = (fakes(), KINDS["causal"], 3, make_fake_stream())
     options = f"--gpu-arch {arch} --keep-ptx --dump-dir {tmp_path}"
     compiled = cute.compile(divide_by_a_warp, *given, options=options)

@@ -1,4 +1,4 @@
-"""The dispatch table, and that it serves what PyTorch's memory-efficient backward does."""
+"""The dispatch table; it covers every call that PyTorch's memory-efficient backward serves."""
 
 import json
 

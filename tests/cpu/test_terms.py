@@ -134,7 +134,7 @@ def write_terms(dtype: Constexpr, count: Constexpr, out: cute.Tensor):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", [Float16, TFloat32], ids=str)
 def test_terms_have_eleven_bits_each(dtype, count):
-    """Relative, or for fp16 absolute where a term is below fp16's normal numbers."""
+    """The error is relative, or absolute for an fp16 term below fp16's normal numbers."""
     found = run_on_host(lambda out: write_terms(dtype, count, out), 552, 1 + count).astype(np.int32)
     x, *terms = (found[:, i].copy().view(np.float32).astype(np.float64) for i in range(1 + count))
     assert np.abs(x).min() < 2.0**-32 and 1 < np.abs(x).max() < 4

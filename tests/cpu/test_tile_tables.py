@@ -31,7 +31,7 @@ SPILL = {"forward_sm80/fp32-16-rows": 108, "backward_sm80/large-16-keys": 8}
 
 
 def missing(kernel: str, row: Row, tables: dict[str, Table]) -> str:
-    """What a row's evidence lacks, or ""."""
+    """What is missing in a row's evidence, or ""."""
     if row.measured:
         return "" if MEASURED.fullmatch(row.measured) else f"measured is {row.measured!r}"
     built = BUILT.fullmatch(row.built)
@@ -84,7 +84,7 @@ def as_built(row: Row, traits: Traits, target: str) -> Tile:
 
 
 def built_of(row: Row) -> tuple[Traits, str, int, int, int]:
-    """Of what was built: traits, target, registers, shared memory and spills."""
+    """Fields of a row's build: traits, target, registers, shared memory and spills."""
     name, target, *numbers = BUILT.fullmatch(row.built).groups()
     if "relative_position" in name:
         load("custom_epilogue")

@@ -65,7 +65,7 @@ forward-sm80-bf16-d64 tile_n=64,tile_n=96 -> tile has tile_n twice; accepted: ea
 forward-sm80-bf16-d64 q_in_regs=1 -> tile field q_in_regs is '1'; accepted: true or false
 """)
 def test_a_wrong_text_is_refused(call, sentence):
-    """Also of a field that a kernel does not vary, which its tile lacks."""
+    """A field that the kernel does not vary is refused too, since its tile lacks it."""
     name, text = call.split()
     refusals.check(
         "tile.override(text)", f"ValueError: {sentence}", {"tile": registry.lookup(name).tile, "text": text}
@@ -176,7 +176,7 @@ kvcache-sm90-bf16-d576x8-latent -> head_dim_v is 8 with latent
 kvcache-sm90-bf16-d576x320-latent -> head_dim_v is 320 with latent
 kvcache-sm90-bf16-d576x136-latent -> head_dim_v is 136 with latent
 """
-"""A kernel, perhaps changes of its default tile and the target, and the reason."""
+"""A kernel, changes of its default tile or the target if any, and the reason why it is declined."""
 load("custom_epilogue")
 
 
@@ -357,7 +357,7 @@ def test_a_tile_is_chosen_by_lengths_and_work(row):
 
 
 def test_functions_of_scores_speculate():
-    """They are as large for far keys as for near ones; others may grow with the distance."""
+    """Bounded functions have equally large scores for far and near keys. Others may grow with the distance."""
 
     def tile(dim, score_mod, lengths=8192):
         name = epilogue_of(score_mod, None)[0]
@@ -375,8 +375,8 @@ def test_functions_of_scores_speculate():
     assert not tile(64, distant)[2] and tile(128, distant) == (128, 128, False)
 
 
-def test_bounds_beside_a_list_of_blocks_leave_64_keys(monkeypatch):
-    """With more, registers do not suffice. The list's blocks are multiples of 64 keys, not of 80 or 96."""
+def test_bounds_and_a_list_of_blocks_leave_64_keys(monkeypatch):
+    """With more keys, registers do not suffice. The list's blocks are multiples of 64 keys, not of 80 or 96."""
     monkeypatch.setattr(forward_lengths, "lists_blocks", lambda epilogues: True)
 
     def keys(features, dim, lengths):
@@ -452,7 +452,7 @@ EVERY_PAIR = {
 
 
 def tiles_of_calls(kernel, target):
-    """For few queries of one or several heads; a split of a cache's keys is whole key blocks."""
+    """Tiles for few queries of one or several heads; a split of a cache's keys consists of whole key blocks."""
     for seqlen_q, group in ((1, 1), (1, 8), (7, 5), (64, 4), (64, 8), (500, 2)):
         if kernel.traits.op == "kvcache":
             tile = kernel.for_cache(CacheCall(seqlen_q, 4096, group, 16), target).tile

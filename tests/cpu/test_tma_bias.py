@@ -1,4 +1,4 @@
-"""A bias loaded by TMA: tiles that can, tensors that TMA can read, and what happens to other tensors."""
+"""A bias loaded by TMA: which tiles can do it, which tensors TMA can read, and how other tensors are loaded."""
 
 import itertools
 import re
@@ -27,7 +27,7 @@ BACKWARD = Traits("backward", "sm90", "bf16", 64, bias="bf16")
 
 
 def tensor(*shape: int, first: int = 0, row: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Zeros with rows ``row`` elements apart, from element ``first`` of its memory on."""
+    """Zeros whose rows are ``row`` elements apart, starting at element ``first`` of the memory."""
     batch, nheads, rows, cols = shape
     row = row or cols
     memory = torch.zeros(batch * nheads * rows * row + first + 8, dtype=dtype)
@@ -67,7 +67,7 @@ OTHERS = {
 @pytest.mark.parametrize("seqlen_k", [64, 4096])
 @pytest.mark.parametrize("name", [*READABLE, *OTHERS])
 def test_a_bias_is_loaded_by_tma_where_tma_can_read_it(name, seqlen_k):
-    """By the tile for short sequences, and by the one for few queries and many keys."""
+    """The tile for short sequences does it, and so does the tile for few queries and many keys."""
     bias = (READABLE | OTHERS)[name]
     kernel = choose.choose_kernel(call(bias)._replace(max_seqlen_k=seqlen_k), "sm90")
     assert kernel.loads_bias_by_tma == (name in READABLE)
@@ -123,7 +123,7 @@ def test_shared_memory_and_registers_of_a_tma_bias():
 
 
 def test_a_tma_bias_is_read_by_ldmatrix():
-    """With kernels that test_defaults.py builds too."""
+    """The kernels are ones that test_defaults.py builds too."""
     compiled = compiler.compile(TRAITS, target="sm90")
     resources = compiled.resources
     assert resources.spill_store_bytes == resources.local_bytes == 0 and compiled.warnings == ()
@@ -136,7 +136,7 @@ def test_a_tma_bias_is_read_by_ldmatrix():
 
 @pytest.mark.parametrize("cols", [16, 32, 80, 96, 128, 192])
 def test_lane_addresses_of_rows_match_tmas_layout(cols):
-    """ldmatrix's addresses are those of the swizzled layout that TMA writes."""
+    """ldmatrix's addresses match the swizzled layout that TMA writes."""
     swizzle = layouts.choose_swizzle(cols, 16)
     bytewise = layouts.Swizzle(swizzle.bits, 4, 3)
     width, wrong = layouts.atom_cols(cols, 16), []
@@ -180,7 +180,7 @@ def with_constants(ptx: str) -> str:
 
 @pytest.mark.slow
 def test_a_backward_reads_a_tma_bias_transposed_and_stores_its_gradient_by_tma():
-    """Under a softcap it stores the gradient itself."""
+    """Under a softcap threads store the gradient instead."""
     traits = replace(BACKWARD, bias_grad=True)
     for softcap in (False, True):
         kernel = BackwardSm90(replace(traits, softcap=softcap), best_tile(traits))

@@ -1,4 +1,4 @@
-"""The levels of the tour: what they compile to and decline, how calls launch them, and the page about them."""
+"""The levels of the tour: how they compile, what they decline, how calls launch them, and the page about them."""
 
 import json
 
@@ -88,7 +88,7 @@ def test_a_level_declines_in_one_sentence_what_it_does_not_compute(call, sentenc
 
 
 def test_the_laboratory_takes_the_levels():
-    """Each clock bound is below that of the level before, down to the tensor cores' own."""
+    """Each level's bound in clocks is below the previous level's, down to the bound by tensor cores."""
     judged = {
         number: verdict(compile(LEVELS[number].traits(128, True), None, "sm90")) for number in range(2, 8)
     }
@@ -129,7 +129,7 @@ def test_the_page_is_of_todays_texts_and_numbers():
 
 @pytest.mark.parametrize("entry", LEVELS.values(), ids=lambda entry: str(entry.number))
 def test_a_levels_notebook_has_its_file_as_a_cell_and_its_outputs(entry):
-    """That its outputs are today's is a slow test of the examples."""
+    """A slow test of the examples checks that the outputs are current."""
     text = notebooks.path_of(entry).read_text()
     stored = json.loads(text)
     shown = [output for cell in notebook.cells(stored) for output in cell["outputs"]]

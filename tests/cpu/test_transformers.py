@@ -1,6 +1,6 @@
-"""Hugging Face's attention and mask functions: what each mask means, and whole models where transformers is installed.
+"""Hugging Face's attention and mask functions: the meaning of each mask, and whole models if transformers is installed.
 
-The functions' arguments are those of transformers 5.22 and 5.23.
+The functions take the arguments of transformers 5.22 and 5.23.
 """
 
 import functools
@@ -188,7 +188,7 @@ def test_padding_of_fewer_keys_than_there_are(sdpa_mask):
 
 
 class Interface:
-    """As transformers' registries."""
+    """Replaces a registry of transformers."""
 
     def __init__(self):
         self.functions = {}
@@ -233,7 +233,7 @@ IDS = torch.randint(3, 97, (2, 11), generator=torch.Generator().manual_seed(1))
 
 
 def both(model, sizes):
-    """The same random model with eager attention and with ours."""
+    """The same random model with eager attention and with the package's."""
     import transformers
 
     hf.register()

@@ -110,7 +110,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_gradients_of_each_call(name, batched):
-    """vmap of grad, by q and by what else has a gradient; and grad of vmap, which adds them up."""
+    """vmap of grad by q and every other differentiable tensor; and grad of vmap, which adds the gradients up."""
     shapes = ARGUMENTS[name]
     q, k, v = inputs(3)
     extra = {key: randn(*(3,) * batched, *shape).abs() for key, shape in shapes.items()}

@@ -77,7 +77,7 @@ def test_every_copy_of_every_kernel_is_read(fresh_cache):
 
 @pytest.mark.parametrize(("head_dim", "in_bulk"), [(64, True), (128, False)])
 def test_additions_to_dq_are_counted_from_registers_and_in_bulk(head_dim, in_bulk):
-    """Of kernels that test_defaults.py builds, too."""
+    """The kernels are ones that test_defaults.py builds too."""
     name = f"backward-sm90-bf16-d{head_dim}-causal"
     one, tile = verdict(name), registry.lookup(Traits.parse(name)).tile
     assert tile.dq_bulk == in_bulk and one.step.clocks.additions == 4 * tile.tile_m * head_dim / 32

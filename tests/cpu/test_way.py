@@ -1,4 +1,4 @@
-"""How long the way of a repeated call is, at each door: functions of the package that it calls, stays, files.
+"""Length of a repeated call's code path at each door: the package's functions that it calls, stays, and files.
 
 A stay is a run of functions of one file. Numbers may fall: then write them here. A longer way fails.
 """

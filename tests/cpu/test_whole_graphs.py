@@ -173,7 +173,7 @@ def operators_of(graph_module):
 
 
 class Graphs:
-    """A backend that keeps what it is given."""
+    """A backend that keeps the graphs that it compiles."""
 
     def __init__(self):
         self.graphs = []
@@ -189,7 +189,7 @@ def assert_same(got, want, *wrt):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_one_operator(name):
-    """Nothing of a function is left in the graph, and gradients reach what it captures."""
+    """The graph contains none of a function's operations, and gradients reach its captured tensors."""
     call, own = CALLS[name]
     backend = Graphs()
     got = torch.compile(call, backend=backend, fullgraph=True)(Q, own)
@@ -207,7 +207,7 @@ def test_by_inductor(name):
 
 
 def test_only_what_autograd_computes_requires_a_gradient():
-    """Also where nothing but a captured tensor does: the compiler sees it while it interprets the call."""
+    """This holds even if only a captured tensor requires one, which the compiler sees as it interprets the call."""
 
     def call(q, table):
         out = attention(q, q, q, score_mod=bias_of(table))
@@ -297,7 +297,7 @@ def test_tables_are_made_again_where_a_mask_changes():
 
 
 def test_caches():
-    """Also the rows that a call appends, and an output that it writes."""
+    """This includes the rows that a call appends, and a given output."""
     lengths = torch.tensor([5, 30], dtype=torch.int32)
 
     @torch.no_grad()
@@ -382,8 +382,8 @@ def test_operations_that_are_not_traced(whole):
         (64, {"deterministic": True}, "asked for with deterministic=True; accepted: False"),
     ],
 )
-def test_what_no_kernel_supports_is_known_while_a_graph_is_made(head_dim, changes, reason):
-    """On a GPU; PyTorch's function then stays in its place."""
+def test_unsupported_calls_are_known_while_a_graph_is_made(head_dim, changes, reason):
+    """For tensors on a GPU, PyTorch's function then stays in the graph."""
     with FakeTensorMode():
         q = torch.empty(1, 256, NHEADS, head_dim, device="cuda", dtype=torch.bfloat16)
         table = torch.empty(NHEADS, 9, device="cuda", requires_grad=True)
@@ -433,7 +433,7 @@ with torch.no_grad():
 @pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
 def test_exports(strict, tmp_path):
-    """With the captured tensors as the program's own, also in a process that has not traced the functions."""
+    """Captured tensors become the program's; it also runs in a process that has not traced the functions."""
     model, q = Exported(), Q.detach()
     program = torch.export.export(model, (q,), strict=strict)
     assert (
@@ -446,7 +446,7 @@ def test_exports(strict, tmp_path):
         loaded.table.copy_(model.table)
         torch.testing.assert_close(loaded(q), expected)
         loaded.table.div_(2)
-    if strict:  # what is saved does not depend on it
+    if strict:  # the saved program does not depend on it
         return
     files = [tmp_path / name for name in ("program.pt2", "q.pt", "expected.pt")]
     torch.export.save(program, files[0])

@@ -1,7 +1,7 @@
-"""Orders of work tiles, by the kernels' own code on the CPU: every work tile once, sections, and how even the end is.
+"""Orders of work tiles, by the kernels' code on the CPU: every work tile once, sections, and how even the end is.
 
-How even is what list scheduling makes of an order: a plain simulation, in which a tile costs a unit for each block that
-it visits and a unit beside, and whose result is compared with the least that any order could take.
+A simulation of list scheduling measures how even an order is. A tile costs 1 for each block that it visits, plus 1.
+The simulated time is compared with the least that any order could take.
 """
 
 import functools
@@ -61,7 +61,7 @@ class Problem:
         return tuple(min(pair) for pair in zip(used, self.lengths_q, strict=True))
 
     def tensor(self, side: str):
-        """Whose shape is that of q or k, as far as orders look at it."""
+        """A tensor with the shape of q or k, as far as orders look at it."""
         lengths, heads = (self.lengths_q, self.nheads) if side == "q" else (self.lengths_k, self.nheads_kv)
         if self.packed:
             return torch.empty(max(self.before + sum(lengths) + self.behind, 1), heads, 1)
@@ -88,7 +88,7 @@ def _query_tiles(
     longest_first: Constexpr,
     heads: Constexpr,
 ):
-    """out[0] = (tiles, planes of a section, of the last one, the last section); then what each tile is."""
+    """out[0] = (tiles, planes of a section, of the last one, the last section); then the fields of each tile."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[0], sizes[1])
     order = QueryTileOrder.make(seqlens, mQ, mK, sizes[2], sizes[3], heads, longest_first)
     out[0, 0], out[0, 1] = order.total, order.planes.divisor
@@ -107,7 +107,7 @@ def _query_grid(
     longest_first: Constexpr,
     heads: Constexpr,
 ):
-    """out[0] = (CTAs, planes of a section, of the last one, the last section); then what each has."""
+    """out[0] = (CTAs, planes of a section, of the last one, the last section); then the work of each CTA."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, sizes[0], sizes[1])
     m_blocks, batch = cute.ceil_div(sizes[0], sizes[3]), seqlens.batch(mQ)
     grid = QueryGrid.make(m_blocks, mQ.shape[-2], mK.shape[-2], heads)
@@ -136,7 +136,7 @@ def _key_blocks(
     longest_first: Constexpr,
     in_order: Constexpr,
 ):
-    """out[0] = (blocks of threads, columns of a section, of the last one, the last section); then what each has."""
+    """out[0] = (CTAs, columns of a section, of the last one, the last section); then the work of each CTA."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, None, None, sizes[0], sizes[1])
     schedule = BackwardSchedule(sizes[2], Int64(0), sizes, sizes[3])
     head_bytes = Int64(sizes[0]) * sizes[4]
@@ -161,7 +161,7 @@ def _head_splits(mQ: cute.Tensor, mK: cute.Tensor, mDK: cute.Tensor, out: cute.T
 
 @functools.cache
 def compiled(function, packed, used, *options):
-    """For any sizes. No lane is another than the first on the host."""
+    """``function`` compiled for any sizes. On the host, every lane is the first one."""
     x, lengths, out = torch.empty((1,) * (3 if packed else 4)), int32(*[0]), int32(*[[0]])
     given = [x] if function is _key_blocks else [x, x]
     given += [lengths if packed else None]
@@ -172,7 +172,7 @@ def compiled(function, packed, used, *options):
 
 
 def run(function, tensors, sizes, *options, used=False, most=2 * MAX_TILES):
-    """(the first row, those of the work tiles) of a function above."""
+    """(the first row, the rows of the work tiles) that one of the functions above writes."""
     out = torch.full((most + 1, 5), -1, dtype=torch.int32)
     packed = tensors[0].ndim == 3
     compiled(function, packed, used, *options)(*map(dynamic, (*tensors, int32(*sizes), out)))
@@ -247,7 +247,7 @@ def test_every_query_block_once(data):
     if problem.packed or not longest_first:  # a head's blocks follow each other, the last one first
         keys = (1, 0) if problem.packed else (0, 1)
         assert real == sorted(real, key=lambda x: (*(x[i] for i in keys), -x[2]))
-    if problem.packed:  # what does not exist is at most a block a sequence, and what is not used
+    if problem.packed:  # at most one block per sequence does not exist, plus the blocks that are not used
         rows = len(problem.tensor("q"))
         packs = problem.nheads_kv * -(-group // heads)
         assert total <= packs * (rows // queries + len(problem.lengths_q))
@@ -356,7 +356,7 @@ def test_a_few_concurrent_ctas_read_the_same_queries():
     st.sampled_from((1, 2, 8)),
 )
 def test_every_varlen_key_block_once(lengths, before, behind, heads, together, longest_first, splits):
-    """With 8 ``splits``, one CTA per key block, the grid does not grow with the longest sequence."""
+    """With 8 ``splits`` and one CTA per key block, the grid does not grow with the longest sequence."""
     packed = {"packed": True, "before": before, "behind": behind}
     found = of_keys(lengths, heads, splits, together, longest_first, packed=packed)
     expected = {
@@ -418,7 +418,7 @@ def test_huge_stated_lengths_leave_a_section_one_key_head(seqlen_k, packed, long
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("longest", HUGE)
 def test_huge_stated_lengths_leave_a_section_one_column(longest, packed):
-    """Of key blocks, with a split for each that the stated length has, as without the deterministic mode."""
+    """A column of key blocks has a split for each block of the stated length, as without the deterministic mode."""
     keys, starts = (torch.empty(40, 2, 1), int32(0, 7, 7, 40)) if packed else (torch.empty(3, 1, 2, 1), None)
     sizes = (longest, longest, -(-longest // 128), 132, 512, 128)
     (blocks, columns, last, sections), _ = run(_key_blocks, (keys, starts), sizes, True, False, most=100)
@@ -430,7 +430,7 @@ def test_huge_stated_lengths_leave_a_section_one_column(longest, packed):
 # ---- how even the end is ----
 
 CLAIM = 0.25
-"""What it costs to find that there is nothing in a work tile, in blocks."""
+"""Cost of finding that a work tile is empty, in blocks."""
 STAGES = 2
 """Blocks that are loaded ahead."""
 
@@ -451,9 +451,9 @@ def makespan(costs, machines, ahead):
 
 
 def check_even(costs, machines, ahead):
-    """At most a tenth over the least that is possible, or the longest tile, whatever the order (Graham 1966).
+    """Assert that the end is at most a tenth, or the longest tile, after the ideal one, in any order (Graham 1966).
 
-    Tiles of few blocks are claimed a tile early, since the claim comes first of all, and that may come on top.
+    Short tiles are claimed one tile early, since a claim precedes the tile before it. This may add to the limit.
     """
     machines, longest = min(machines, len(costs)), max(costs)
     time, ideal = makespan(costs, machines, ahead), max(sum(costs) / machines, longest)
@@ -482,7 +482,7 @@ class Window:
 
 @st.composite
 def about(draw, most):
-    """Of any magnitude alike, and often a power of two."""
+    """Integers up to ``most`` of all orders of magnitude, often a power of two."""
     bits = draw(st.integers(0, most.bit_length() - 1))
     return min(2**bits + (draw(st.integers(0, 2**bits - 1)) if draw(st.booleans()) else 0), most)
 
@@ -536,7 +536,7 @@ def backward_costs(problem, window, tiles, tile_m, tile_n, splits):
     ],
 )
 def test_sections_cost_little_under_a_causal_mask(nheads, seqlen):
-    """Beside one list of all work tiles, longest first, whatever that would do to L2."""
+    """Compared with a single list of all work tiles, longest first, without regard to L2."""
     problem, causal = Problem((seqlen,), (seqlen,), nheads, nheads), Window(None, 0)
     tiles = query_tiles(problem, 128, longest_first=True)[1]
     splits = seqlen // 128  # a work tile for each key block
@@ -575,7 +575,7 @@ def test_no_cta_of_the_hopper_forward_waits_long_for_the_last(shape, tile, multi
     st.booleans(),
 )
 def test_no_cta_of_a_backward_waits_long_for_the_last(shape, tile, multiprocessors, splits, persistent):
-    """Persistent CTAs claim when the last loads are on their way; others follow each other as the hardware has it."""
+    """Persistent CTAs claim once their last loads are under way; the hardware schedules all other CTAs."""
     (problem, window), (tile_m, tile_n) = shape, tile
     blocks = -(-problem.longest[1] // tile_n)
     splits = min(splits, blocks) or blocks
@@ -606,8 +606,8 @@ def test_no_cta_of_the_ampere_forward_waits_long_for_the_last(shape, tile, multi
         *((1, 40, 2048), (2, 16, 6000), (1, 16, 4096)),
     ],
 )
-def test_a_grid_by_sections_costs_little_under_a_causal_mask(batch, nheads, seqlen, group):
-    """Two CTAs a multiprocessor of an H200, rows of K and V in two fp16 parts of 128; beside the best list."""
+def test_a_grid_of_sections_costs_little_under_a_causal_mask(batch, nheads, seqlen, group):
+    """Two CTAs per multiprocessor of an H200, rows of K and V in two fp16 terms of 128; compared with the best list."""
     lengths = (seqlen,) * batch
     problem, causal = Problem(lengths, lengths, nheads, nheads // group), Window(None, 0)
     fewest = 132 * TILES_OF_A_SECTION

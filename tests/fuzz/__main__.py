@@ -29,7 +29,7 @@ def _options() -> argparse.Namespace:
 
 
 class Runner:
-    """Judges cases, prints what fails, and counts."""
+    """Judges cases, prints the failing ones, and counts."""
 
     def __init__(self, show: str | None) -> None:
         self.show = show
@@ -38,7 +38,7 @@ class Runner:
         self.faults: collections.Counter[str] = collections.Counter()
 
     def fault(self, case: Any, by: Callable[[Any], Any], counted: str = "") -> str:
-        """What is wrong, or "". counted: under which name."""
+        """The fault of a case, or "". counted: the name under which the case is counted."""
         from tests.fuzz.judge import Fault
 
         try:
@@ -54,7 +54,7 @@ class Runner:
         return ""
 
     def run(self, case: Any, by: Callable[[Any], Any], name: str, smallest: Any = None) -> None:
-        """smallest: of a function that says whether another case fails alike, the smallest case."""
+        """smallest: from a function that tells whether a case fails in the same way, finds the smallest such case."""
         fault = self.fault(case, by, name)
         if fault:
             kind = _kind(fault)

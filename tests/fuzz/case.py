@@ -29,7 +29,7 @@ class Case:
         bias: a dtype or "bool"; bias_broadcast: which of "b", "h", "q" and "k" have size 1.
         score, mask: bodies of functions; form: where these have what they capture.
         grads: what requires a gradient: q, k, v, bias, sinks, alibi, and names of captured tensors.
-        change: what is changed between two calls: a captured name, or "" for nothing; replace: by another one instead
+        change: captured name whose value changes between two calls, or ""; replace: by another one instead
             of in place.
         extra: what only some doors read.
         room: sequences, heads and rows that captured tensors have at least, where fewer are drawn.
@@ -77,7 +77,7 @@ class Case:
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The most queries and keys; of an empty batch what it would have."""
+        """The maximum queries and keys of a sequence; for an empty batch, the ones that a sequence would have."""
         given = self.sequences or ((self.seqlen_q, self.seqlen_k),)
         return max(m for m, _ in given), max(n for _, n in given)
 
@@ -92,7 +92,7 @@ class Case:
 
 
 def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = DRAWN) -> Case:
-    """A random case of one of the doors, with the features that it takes."""
+    """A random case of one of the doors, with features that the door supports."""
     pick, door = choices.of, choices.of(tuple(doors))
     takes = doors[door].takes
     own: dict[str, Any] = {"door": door, "dtype": pick(doors[door].dtypes), "batch": pick((2, 1, 3, 0, 2, 2))}
@@ -160,7 +160,7 @@ def draw_case(choices: Choices, doors: dict[str, Any], faults: Sequence[str] = D
 
 @dataclass(frozen=True)
 class Source:
-    """Where a captured value comes from. make: of the case and a generator a tensor, or of neither a Python value."""
+    """Where a captured value comes from. make: a tensor from the case and a generator, or a Python value without."""
 
     make: Callable[..., Any]
     is_float: bool = False
@@ -267,7 +267,7 @@ class Functions:
         )
 
     def wide(self) -> "Functions":
-        """The same with captured floats in float64."""
+        """The same tensors with captured floats in float64."""
 
         def widened(x: Tensor) -> Tensor:
             return x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
@@ -278,7 +278,7 @@ class Functions:
         return made
 
     def change(self) -> None:
-        """Give the case's ``change`` another value: in place, or another object in its place."""
+        """Change the value named by the case's ``change``: in place, or by another object."""
         name, case = self.case.change, self.case
         old = self.values[name]
         generator = torch.Generator().manual_seed(case.seed + 1)
@@ -323,7 +323,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Those in a value of a function."""
+    """All tensors in a value that a function captures."""
     found: list[Tensor] = []
 
     def noted(x: Tensor) -> Tensor:
@@ -348,7 +348,7 @@ def _otherwise(x: Tensor, how: int) -> Tensor:
 
 
 def _defined(scope: dict[str, Any], kind: str, body: str, form: str, values: dict[str, Any]) -> Any:
-    """The function of a body, with the values that it names in the place that ``form`` says."""
+    """The function of a body, with its captured values in the place that ``form`` names."""
     names = [name for name in values if re.search(rf"\b{name}\b", body)]
     own, arguments = {name: values[name] for name in names}, SIGNATURES[kind]
     inner = "\n".join(f"    {line}" for line in body.split("\n"))
@@ -425,13 +425,13 @@ class Inputs:
         return Inputs(**made)
 
     def leaves(self, case: Case, functions: Functions) -> dict[str, Tensor]:
-        """What requires a gradient."""
+        """All tensors that require a gradient."""
         named = {x.name: getattr(self, x.name) for x in fields(self)} | functions.values
         return {name: named[name] for name in case.grads}
 
 
 def laid_out(tensors: tuple[Tensor, ...], layout: str) -> tuple[Tensor, ...]:
-    """The same values, otherwise in memory; "expanded" repeats the first head."""
+    """The same values in another memory layout; "expanded" repeats the first head."""
     if layout == "heads_first":
         return tuple(x.transpose(-2, -3).contiguous().transpose(-2, -3) for x in tensors)
     if layout == "fused" and len({x.shape[:-2] for x in tensors}) == 1:

@@ -1,4 +1,4 @@
-"""The doors: how a case becomes a call of each, and which of its features each takes. A new door is a new row."""
+"""The doors: how a case becomes a call of each, and which features each supports. A new door is a new row."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ class Door:
     Attributes:
         call: out, and lse where the door returns it, with ``attention``'s dimensions.
         takes: features that cases may have.
-        around: what is active during a call and its backward.
+        around: contexts that are active during a call and its backward.
     """
 
     call: Callable[[Case, Inputs, Functions], Results]
@@ -45,7 +45,7 @@ class Door:
 
 
 def _options(case: Case, inputs: Inputs, functions: Functions | None = None) -> dict[str, Any]:
-    """Of ``attention`` and its kind."""
+    """Options of ``attention`` and of functions with the same options."""
     own = {"softmax_scale": case.scale, "causal": case.causal, "window": case.window, "softcap": case.softcap}
     own |= {"alibi_slopes": inputs.alibi, "bias": inputs.bias, "sinks": inputs.sinks, "return_lse": True}
     if functions is not None:
@@ -116,7 +116,7 @@ def _made_mask(case: Case, inputs: Inputs, functions: Functions, name: str, make
 
 
 def _torchs_mask(mask_mod: Any, *args: Any, **options: Any) -> Any:
-    if not inspect.isfunction(mask_mod) or mask_mod.__defaults__:  # which it refuses
+    if not inspect.isfunction(mask_mod) or mask_mod.__defaults__:  # vmap refuses these
         own = mask_mod
         mask_mod = lambda b, h, q_idx, kv_idx: own(b, h, q_idx, kv_idx)  # noqa: E731
     try:
@@ -143,7 +143,7 @@ def _flex(case: Case, inputs: Inputs, functions: Functions) -> Results:
 
 @contextlib.contextmanager
 def _serving_sdpa() -> Iterator[None]:
-    """On the CPU the operators that CUDA tensors get to, which the reference computes."""
+    """On the CPU, serve the operators that CUDA tensors would reach; the reference computes them."""
     if torch.cuda.is_available():
         with sdpa.active():
             yield
@@ -178,7 +178,7 @@ def _minus_infinity(out: Tensor, lse: Tensor) -> Results:
 
 
 def _flash(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    """Also of keys and values, or all three, in one tensor."""
+    """This includes keys and values, or all three, packed in one tensor."""
     q, k, v = inputs.q, inputs.k, inputs.v
     options = _flash_options(case, inputs) | {"return_attn_probs": True}
     alike = case.head_dim == case.head_dim_v
@@ -240,7 +240,7 @@ def _flash_kvcache(case: Case, inputs: Inputs, functions: Functions) -> Results:
 
 
 def _merge(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    """Keys in up to three parts, some of which may be empty."""
+    """Split the keys into up to three ranges, some of which may be empty, and merge the results."""
     options = _options(case, inputs) | {"sinks": None}
     ends = sorted([0, case.extra % (case.seqlen_k + 1), case.extra // 3 % (case.seqlen_k + 1), case.seqlen_k])
     parts = [
@@ -254,7 +254,7 @@ def _merge(case: Case, inputs: Inputs, functions: Functions) -> Results:
 
 
 def _registered(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    """Functions under names, with what they capture as arguments."""
+    """Functions registered under names, with captured values as arguments."""
     given = {}
     for kind, body in (("score", case.score), ("mask", case.mask)):
         names = [x for x in case.captured if x in body.replace("\n", " ")]
@@ -270,7 +270,7 @@ _names: dict[tuple, str] = {}
 
 
 def _registered_name(kind: str, body: str, names: list[str], values: tuple, functions: Functions) -> str:
-    """Of a function, registered when it comes for the first time with arguments of these kinds."""
+    """Name of a function, which is registered when it first comes with arguments of these kinds."""
     kinds = (
         (x.dtype, x.dim(), x.dim() and x.stride(-1)) if isinstance(x, Tensor) else type(x) for x in values
     )

@@ -17,7 +17,7 @@ from tests.fuzz.judge import CLEAN, Fault, Outcome
 FORWARD = ("warps2x1-32x16", "wgmma1-64x16")
 BACKWARD = ("warps2x1-32x16", "wgmma1-16x64-transposed")
 FLOOR = 1e-4
-"""Of the largest value: above float32's rounding and fast functions', far below a wrong formula's."""
+"""Tolerance relative to the largest value: above float32's and fast functions' rounding, far below a wrong result."""
 
 
 def judge(case: Case) -> Outcome:
@@ -65,7 +65,7 @@ def _problem(case: Case) -> tuple[Scores, Tensor]:
 
 
 def _expected(case: Case, functions: Functions, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Scores, their gradients before functions, and those of captured floats; lse and dpsum, which a backward reads."""
+    """Scores, their gradients before functions, gradients of captured floats; lse and dpsum, which a backward reads."""
     problem, grad_out = _problem(case)
     raw = (problem.products.to(dtype) * problem.scale).requires_grad_()
     leaves = {name: x.requires_grad_() for name, x in functions.values.items() if _is_float(x)}
@@ -95,7 +95,7 @@ def _is_float(x: object) -> bool:
 
 
 def _emulated(case: Case, functions: Functions, exact: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What threads compute; of a captured tensor the sum that they add."""
+    """Results of the emulated threads; for a captured tensor, the sum that the threads add to its gradient."""
     problem, grad_out = _problem(case)
     name, tensors = epilogue_of(functions.score_mod, functions.mask_mod)
     if not name:

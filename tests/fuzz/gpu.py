@@ -23,7 +23,7 @@ ROOM = (4, 12, 300)
 
 
 def cases(functions: int = FUNCTIONS, calls: int = CALLS, seed: int = 0) -> list[list[Case]]:
-    """The calls of each drawn case; what kernels are built by does not differ among them, except for lengths."""
+    """The calls of each drawn case; they differ only in lengths, so they launch the same kernels."""
     found = []
     for number in range(functions):
         choices = Choices(random.Random(seed * 1_000_003 + number).randbytes(1200))
@@ -58,7 +58,7 @@ def _another(case: Case, draw: random.Random) -> Case:
 
 
 def build(part: int, parts: int, functions: int = FUNCTIONS, calls: int = CALLS) -> int:
-    """Build what a share of the cases launches, into the cache on disk: how many kernels. Needs no GPU."""
+    """Build one range of the cases' kernels into the cache on disk, and return how many. Needs no GPU."""
     with machine.launches() as (_, wanted), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in (one for calls_of_one in cases(functions, calls)[part::parts] for one in calls_of_one):

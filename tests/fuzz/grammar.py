@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Decisions read from bytes, two for each; 0 is the simplest, and what all are when bytes end."""
+    """Decisions read from bytes, two for each. 0 is the simplest decision, and also the one when bytes run out."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.used = data, 0
@@ -127,9 +127,9 @@ FAULTS = {
     ),
     "bytes above 127": ("i", "large[{@8}].int()"),
 }
-"""What was once wrong: the kind of its rules, and these."""
+"""Faults found before: the kind of the rules, and the rules."""
 DRAWN = tuple(x for x in FAULTS if x not in ("methods of rows", "16-bit casts"))
-"""Those that are always drawn; others are refused, or differ from vmap's rounding."""
+"""Rules that are always drawn; others are refused, or differ from vmap's rounding."""
 RETURNS = _rules("""
     score + {f}; {f}; score + torch.tanh({f}); score * torch.sigmoid({f}); torch.where({m}, score, {f});
     torch.where({m}, score, -torch.inf); torch.where({m}, score + {f}, float('-inf')); score - abs({i}) * 0.1;
@@ -146,18 +146,18 @@ LINES = (
     ("    inner = lambda x: x + {f}\n    x{k} = inner({f})", "f"),
 )
 FORMS = ("closure", "globals", "partial", "object", "method", "defaults", "module")
-"""Where a function has what it captures."""
+"""Places in which a function keeps captured values."""
 
 
 _NOT_ARGUMENTS = re.compile(
     r"\b(on|pair|options|tables|named|holder|flag|item|float\(cap|max\(|T|flatten|sum|stack|linspace|arange|long)\b"
     r"|range|rows \* 2|:, 0|exp\(slopes|math"
 )
-"""What functions cannot do with tensors and numbers that calls pass."""
+"""Operations that functions cannot apply to tensors and numbers that are passed as arguments of the call."""
 
 
 def draw_body(choices: Choices, kind: str, faults: Sequence[str] = DRAWN, arguments: bool = False) -> str:
-    """Lines of a function that return a score ("f") or a bool ("m"). arguments: what it captures is passed to it."""
+    """Lines of a function that returns a score ("f") or a bool ("m"). arguments: captured values are its arguments."""
     made = Body(choices, "score" if kind == "f" else "mask", faults, arguments)
     lines = [made.line(k) for k in range(choices.of((0, 1, 2, 3)))]
     text = choices.of(RETURNS) if kind == "f" else "{m}"
@@ -209,4 +209,4 @@ class Body:
         )
         bound = n - 1 if "clamp" in form or form == "%d" else n
         index = self.filled(form % bound, min(depth, 1) - 1)
-        return f"({index}).long()" if "signed" in index else index  # torch takes no such integers
+        return f"({index}).long()" if "signed" in index else index  # torch accepts no signed integers here

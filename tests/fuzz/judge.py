@@ -16,7 +16,7 @@ from tests.fuzz.doors import DOORS, NotDrawn, Results
 
 CLEAN = (TypeError, ValueError, NotImplementedError, IndexError)
 LARGEST = {"fp64": 1e5, "fp32": 200.0, "fp16": 30.0, "bf16": 30.0}
-"""Scores above are left out: their rounding alone is larger than what is compared."""
+"""Cases with larger scores are left out: their rounding alone exceeds the tolerance."""
 FLOOR = {"fp64": 1e-9, "fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}
 
 ROUNDINGS = 4
@@ -24,7 +24,7 @@ ROUNDINGS = 4
 
 
 class Fault(Exception):
-    """Neither right nor refused."""
+    """A result that is neither right nor a refusal."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def judge(case: Case, device: str = "cpu") -> Outcome:
                 functions.change()
             try:
                 right = _expected(case, inputs, functions)
-            except Exception as error:  # what torch refuses
+            except Exception as error:  # torch refuses it
                 right = Outcome("invalid", f"torch: {type(error).__name__}: {error}")
             if isinstance(right, Outcome):
                 return right
@@ -68,17 +68,17 @@ def judge(case: Case, device: str = "cpu") -> Outcome:
 
 
 TORCHS = (
-    "derivative for aten",  # of what a function does with captured tensors
-    "Negation, the `-` operator, on a bool tensor",  # where the oracle has no score to call the function with
-    "Explicit attn_mask should not be set when is_causal=True",  # scaled_dot_product_attention's own
+    "derivative for aten",  # for a function's operations on captured tensors
+    "Negation, the `-` operator, on a bool tensor",  # if the oracle has no score to call the function with
+    "Explicit attn_mask should not be set when is_causal=True",  # raised by scaled_dot_product_attention
     "(*bias): last dimension must be contiguous",  # its kernel's on CUDA, also without us
     "mha_graph.execute",  # cuDNN's, which fails where a bias has one key for all
 )
-"""What torch refuses, in words of its own."""
+"""Messages with which torch itself refuses a case."""
 
 
 def _called(case: Case, inputs: Inputs, functions: Functions) -> Results | Outcome:
-    """What the door returns, with gradients."""
+    """The door's results and gradients."""
     leaves = inputs.leaves(case, functions)
     given = [x for x in (inputs.q, inputs.k, inputs.v, *functions.values.values()) if isinstance(x, Tensor)]
     versions = [x._version for x in given]
@@ -118,7 +118,7 @@ def _expected(case: Case, inputs: Inputs, functions: Functions) -> tuple[Results
 
 
 def _copied(case: Case, inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
-    """Leaves of their own, floats of ``dtype``."""
+    """Independent leaves with floats of ``dtype``."""
     made = {}
     for name in ("q", "k", "v", "bias", "sinks", "alibi"):
         x = getattr(inputs, name)
@@ -169,7 +169,7 @@ def _defined(case: Case, inputs: Inputs, functions: Functions, dtype: torch.dtyp
 
 
 def _gradients(case: Case, found: Results, leaves: dict[str, Tensor]) -> Results:
-    """Of the leaves, for random gradients of out and, where the case's seed is odd, lse."""
+    """Gradients of the leaves, for random gradients of out and, if the case's seed is odd, of lse."""
     generator = torch.Generator().manual_seed(case.seed)
     outputs = [found["out"]] + (
         [found["lse"]] if "lse" in found and case.seed % 2 and case.door != "sdpa" else []
@@ -186,7 +186,7 @@ def _gradients(case: Case, found: Results, leaves: dict[str, Tensor]) -> Results
 
 
 def _floor(case: Case, functions: Functions) -> float:
-    """What is no error, relative to the largest value."""
+    """Tolerance relative to the largest value."""
     dtypes = [x.dtype for x in tensors_of(list(functions.values.values())) if x.is_floating_point()]
     if re.search(r"float\(\)|float32", case.score + case.mask):
         dtypes.append(torch.float32)
@@ -201,9 +201,9 @@ def _compare(case: Case, got: Results, exact: Results, plain: Results, floor: fl
         own = 0.0
         if is_gradient:  # sums that cancel, and a backward reads a rounded out
             own = max(torch.finfo(x).eps for x in (found.dtype, DTYPES[case.dtype]))
-            if found.dtype != DTYPES[case.dtype]:  # added up in a captured tensor's own dtype
+            if found.dtype != DTYPES[case.dtype]:  # added up in the captured tensor's dtype
                 own *= 256
-            elif name == "dbias" and found.is_cuda and case.bias_broadcast:  # a kernel rounds what is summed
+            elif name == "dbias" and found.is_cuda and case.bias_broadcast:  # a kernel rounds the addends
                 own *= 16
         size = max(1.0, float(finite.max()) if finite.numel() else 0.0)
         try:
@@ -220,7 +220,7 @@ def _equal(first: Results, second: Results) -> bool:
 
 
 def shrunk(data: bytes, draw: Any, fails: Any, tries: int = 400) -> bytes:
-    """The simplest decisions found for which ``fails(draw(data))``: fewer of them, and smaller ones."""
+    """The simplest decisions found for which ``fails(draw(data))``: fewest, and then smallest."""
     found = list(zip(data[::2], data[1::2], strict=True))
     while found and found[-1] == (0, 0):
         found.pop()

@@ -1,6 +1,6 @@
-"""What attention is, in plain torch: every score by itself. Imports torch alone, so that nothing here is the package's.
+"""The definition of attention in plain torch, one score at a time. Imports only torch, nothing from the package.
 
-Functions are evaluated by vmap for the scores that masks leave: one that is hidden has no value and no derivative.
+Functions are evaluated by vmap for the scores that masks leave: a hidden score has no value and no derivative.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ Function = Callable[..., Any] | None
 
 @dataclass(frozen=True)
 class Options:
-    """What happens to scores, in this order: scale, softcap, ALiBi, bias, score_mod, mask_mod and masks, sinks.
+    """Operations on scores, in this order: scale, softcap, ALiBi, bias, score_mod, mask_mod and masks, sinks.
 
     alibi: (heads,) or (batch, heads). bias: as of (batch, heads, rows, keys), each or 1; of bool, True is seen.
-    window: keys before and after a query's own, None for all. shift: the own key of query 0.
+    window: keys that a query sees before and after its position, None for all. shift: position of query 0.
     """
 
     scale: float
@@ -37,7 +37,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out (rows, heads, head_dim_v) and lse (heads, rows) of sequence ``batch``, of q (rows, heads, head_dim).
 
-    dtype: of products; what lies between them is fp32 or better. shift: the own key of query 0.
+    dtype: of both products; everything between them is in fp32 or better. shift: position of query 0.
     """
     group = q.shape[1] // k.shape[1]
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
@@ -46,7 +46,7 @@ def attend(
 
 
 def modified(scores: Tensor, options: Options, batch: int, shift: int) -> Tensor:
-    """Scores (heads, rows, keys) after all that happens to them before the softmax; -inf where one is hidden."""
+    """Scores (heads, rows, keys) after all modifications before the softmax; hidden ones are -inf."""
     heads, rows, keys = scores.shape
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)

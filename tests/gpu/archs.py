@@ -1,4 +1,4 @@
-"""Which kernels can be tested on this machine."""
+"""The kernels that can be tested on this machine."""
 
 import torch
 

@@ -23,7 +23,7 @@ LENGTHS = (70, 133)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
-    """In float64 on the CPU, rounded to bf16."""
+    """Random numbers from float64 on the CPU, rounded to bf16."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).bfloat16().double()
 
@@ -40,7 +40,7 @@ def trained(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def decoded(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Steps of decoding through a paged cache, each of which appends a token's keys and values."""
+    """Decode through a paged cache; each step appends a token's keys and values."""
     k_cache, v_cache = (randn(10, 64, 2, 128, seed=i).to(device, dtype) for i in (4, 5))
     table = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
     found = {}
@@ -70,7 +70,7 @@ def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def check_no_compiler() -> None:
-    """Every kernel came from the bundle, and a kernel that it lacks is named. Prints a line for each kernel."""
+    """Check that every kernel came from the bundle and that a missing one is named. Prints a line for each kernel."""
     from cute_attn.compiler.bundle import BundleUnusable
     from cute_attn.compiler.compiled import loaded_kernels
 

@@ -1,4 +1,4 @@
-"""What most files here do: compare a problem with the definition, make tensors, differentiate a call, capture it."""
+"""Helpers of most files here: compare a problem with the definition, make tensors, differentiate a call, capture it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from tests.problem import Problem, Start
 
 
 def expectations(problem: Problem) -> list[dict[str, Tensor]]:
-    """Results by definition: in float64, in the problem's own dtype and in float32."""
+    """Results by definition: in float64, in the problem's dtype and in float32."""
     return [problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)]
 
 
@@ -55,7 +55,7 @@ def compare_errors(
     rms: tuple[float, float],
     largest: tuple[float, float],
 ) -> None:
-    """Errors are at most those of another computation times the first number, and the second one more."""
+    """Assert that errors are at most the other computation's times the first number, plus the second number."""
     own, other = Errors.of(ours, exact), Errors.of(theirs, exact)
     print(f"{name}: error {own}, the other's {other}")
     assert own.rms <= rms[0] * other.rms + rms[1], f"{name}: rms {own}, the other's {other}"
@@ -68,13 +68,13 @@ def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """On the GPU, of a seed."""
+    """Random numbers on the GPU, from a seed."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
 
 def int32(*values: Any) -> Tensor:
-    """On the GPU."""
+    """An int32 tensor on the GPU."""
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 

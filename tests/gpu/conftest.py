@@ -27,7 +27,7 @@ def built(request: pytest.FixtureRequest) -> None:
     """Build the kernels of all selected tests with parameters case, arch and perhaps tile and op.
 
     A module's ``needed_kernels`` adds (traits, tile, target) for a test's parameters and a target.
-    With ``-n``, each worker builds what its own tests launch.
+    With ``-n``, each worker builds the kernels that its tests launch.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
@@ -75,12 +75,12 @@ def backward_requests(
     yield from forward_requests(case, arch, None, target)
     try:
         main = registry.lookup(case.traits(arch, "backward"), tile, target)
-    except registry.Unsupported:  # as the test will find out
+    except registry.Unsupported:  # the test will report it
         return
     if not tile:
         main = main.for_lengths(*case.longest, case.group, target, case.pairs)
     if getattr(main.tile, "in_terms", False) and not tile:
-        main = main.of_whole_operands(target)  # as small calls have
+        main = main.of_whole_operands(target)  # like small calls
     yield from ((traits, own, target) for traits, own in kernels_of(main))
     if arch == "sm90" and case.bias and not tile:
         others = kernels_of(main.without_tma_bias())
@@ -121,7 +121,7 @@ def guarded_outputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture(autouse=True)
 def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """Each call is made twice, the second time from the record of the first, and returns the second one's results.
+    """Make each call twice, the second time from the record of the first, and return the second call's results.
 
     Not with the marks ``once``, of tests that count what calls do, and ``unguarded``.
     """
@@ -149,7 +149,7 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 
 class Seen(dict):
-    """Records of calls that have all come once."""
+    """Records that count each call as one that has come before."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get(key, True)

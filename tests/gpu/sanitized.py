@@ -35,7 +35,7 @@ and between multiples of 8 bytes."""
 
 
 def run_ends() -> None:
-    """Run problems each of whose tensors is an allocation, given that the allocator does not round sizes."""
+    """Run problems whose tensors are separate allocations, provided that the allocator does not round sizes."""
     for name, (head_dim, heads, distance, first) in ENDS.items():
         sizes = {"batch": 1, "nheads": heads, "nheads_kv": heads, "seqlen_q": 67, "seqlen_k": 131}
         problem = Case(name, head_dim=head_dim, **sizes).build("cuda")
@@ -48,7 +48,7 @@ def run_ends() -> None:
 
 
 def moved(x: torch.Tensor, distance: int, first: int) -> torch.Tensor:
-    """x in an allocation of its own that ends with it, from an element on, its heads ``distance`` elements apart."""
+    """A copy of x at the end of a separate allocation, from an element on, its heads ``distance`` elements apart."""
     batch, length, heads, head_dim = x.shape
     last = (batch * length * heads - 1) * distance
     strides = (length * heads * distance, heads * distance, distance, 1)
@@ -56,7 +56,7 @@ def moved(x: torch.Tensor, distance: int, first: int) -> torch.Tensor:
 
 
 def main() -> None:
-    """Run all of them, each with a few blocks."""
+    """Run all problems, each with a few blocks."""
     for name in NAMES:
         case = BY_NAME[name]
         if not case.varlen:

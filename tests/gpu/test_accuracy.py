@@ -1,4 +1,4 @@
-"""Accuracy on the card against PyTorch's own kernels: the ratio of root mean square errors of outputs and gradients.
+"""Accuracy on the card against PyTorch's kernels: the ratio of root mean square errors of outputs and gradients.
 
 Errors are against float64. Of few elements errors of equal kernels differ by chance, so that short sequences come in
 large batches, and what chance may still do is added to the limit (:func:`chance`). Ratios are printed; ``-rP`` shows
@@ -24,10 +24,10 @@ from tests.problem import DTYPES, Case
 
 ARCHS = runnable_archs("backward")
 LIMIT = 1.25
-"""What our error may be of theirs."""
+"""Maximum ratio of the package's error to the peer's."""
 FP32_LIMIT = 3.0
-"""Also of fp32's gradients, for inputs that are not normal. LSE is rounded once more, to base 2, and scores are not: a
-kernel that rounds both alike has P of 1 where one score makes up the LSE (errors of 1e-8 to 1e-5 both)."""
+"""The same for fp32's gradients, if inputs are not normal. LSE is rounded once more, to base 2; scores are not. A
+kernel that rounds both in the same way has P = 1 where one score makes up the LSE (errors of 1e-8 to 1e-5 both)."""
 MIN_ROWS = 16384
 """Rows of queries, and of keys, of a comparison."""
 NHEADS = 4
@@ -63,7 +63,7 @@ class Setting:
 
 
 def case_of(dtype: str, head_dim: int, seqlen: int, **options: Any) -> Case:
-    """With as many batches as make ``MIN_ROWS`` rows, two at least."""
+    """The case of a setting, with enough batches for ``MIN_ROWS`` rows, at least two."""
     batch = max(2, MIN_ROWS // (NHEADS * seqlen))
     sizes = {"batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "nheads": NHEADS, "nheads_kv": NHEADS}
     return Case("", dtype=dtype, head_dim=head_dim, **sizes, **options)
@@ -102,7 +102,7 @@ def tensors_of(setting: Setting, generator: torch.Generator) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting's tensors, what they give by definition, and a peer's error of each result, row by row.
+    """A setting's tensors, their results by definition, and a peer's error of each result, row by row.
 
     Attributes:
         tensors: q, k, v and perhaps the bias.
@@ -122,7 +122,7 @@ class Comparison:
 # One after the other each arch asks for all settings of a dtype and a head dim.
 @functools.lru_cache(maxsize=64)
 def compared(setting: Setting, device: str = "cuda") -> Comparison:
-    """By the setting's peer."""
+    """Compare with the setting's peer."""
     case = setting.case
     generator = torch.Generator(device).manual_seed(0)
     tensors = tensors_of(setting, generator)
@@ -137,7 +137,7 @@ def compared(setting: Setting, device: str = "cuda") -> Comparison:
 
 
 def hiding_bias(setting: Setting, generator: torch.Generator) -> Tensor:
-    """-inf except for ``visible`` keys of each row, where it is random."""
+    """A bias that is -inf except for ``visible`` keys of each row, where it is random."""
     case = setting.case
     shape = (case.batch, NHEADS, case.seqlen_q, case.seqlen_k)
     order = torch.rand(shape, device=generator.device, generator=generator).argsort(-1)
@@ -192,12 +192,12 @@ def ours(x: Comparison, case: Case, arch: str, bias_grad: bool) -> dict[str, Ten
 
 
 def squared_errors(actual: Tensor, exact: Tensor) -> Tensor:
-    """Of each row, (rows,): a row's elements share the rounding of what they are sums of, those of two rows do not."""
+    """Squared error of each row, (rows,): a row's elements share roundings of their addends; two rows share none."""
     return (actual.double() - exact).square().sum(-1).flatten()
 
 
 def chance(*errors: Tensor) -> float:
-    """By how much a ratio of root mean squares of independent rows' errors may differ from that of their means.
+    """How far, by chance, a ratio of root mean squares of independent rows' errors may be from the ratio of the means.
 
     The sum of squares s_i of rows has a variance of at most sum s_i^2, relative to its square that is v. Half of it is
     the logarithm's of the root; three standard deviations of the difference of two of them.
@@ -208,7 +208,7 @@ def chance(*errors: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Our root mean square error of an output, theirs, and by what chance may change their ratio."""
+    """Root mean square errors of an output, the package's and the peer's, and the effect of chance on their ratio."""
 
     arch: str
     setting: Setting
@@ -233,7 +233,7 @@ class Ratio:
 
 
 def ratios(setting: Setting, arch: str, bias_grad: bool = False, floor: float = 0.0) -> Iterator[Ratio]:
-    """Of all outputs."""
+    """Ratios of all outputs."""
     x = compared(setting)
     for name, result in ours(x, setting.case, arch, bias_grad).items():
         own, theirs = squared_errors(result, x.exact[name]), x.peer[name]
@@ -261,7 +261,7 @@ def plain_cases(dtype: str, head_dim: int) -> list[Case]:
     ]
 
 
-# The arch varies fastest, so that what both are compared with is computed once.
+# The arch varies fastest, so that both compare with a reference that is computed once.
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "arch"),
     [(dtype, d, arch) for dtype in ("fp16", "bf16") for d in (16, 32, 64, 128, 256) for arch in ARCHS],
@@ -274,9 +274,9 @@ def test_errors_are_those_of_flash_attention_2(dtype, head_dim, arch):
 # ---- against the memory-efficient attention, where rows see few keys ----
 
 FLOOR = 1e-6
-"""What float32 leaves of dP - D, divided by the square root of a head dim, where they are equal: a row of one key."""
+"""Rounding of dP - D in float32, over the root of the head dim, if both are equal, as in a row with one key."""
 BIASED = ((32, 200), (64, 200), (64, 1024), (128, 200), (128, 1024), (256, 200))
-"""Head dims and seqlens. The latter are multiples of 8, which is what a bias that comes by TMA needs."""
+"""Head dims and seqlens. The latter are multiples of 8, since TMA loads the bias."""
 
 
 def biased_case(dtype: str, head_dim: int, seqlen: int) -> Case:
@@ -294,7 +294,7 @@ def biased_case(dtype: str, head_dim: int, seqlen: int) -> Case:
     ],
 )
 def test_rows_of_few_keys_are_those_of_mem_efficient(dtype, head_dim, seqlen, bias_grad, arch):
-    """A row of one key has no gradient except for rounding, which is not to be made larger by that of P."""
+    """A row with one key has no gradient except rounding, which P's rounding must not enlarge."""
     case = biased_case(dtype, head_dim, seqlen)
     settings = [
         Setting(case, inputs, n, "mem-efficient") for n in (1, 2, 5) for inputs in ("normal", "large-mean")
@@ -332,7 +332,7 @@ def test_unkind_inputs(dtype, head_dim, arch, inputs, peer):
 
 @pytest.mark.parametrize("fp32_dim", [64, 96, 128])
 def test_fp32(fp32_dim):
-    """Three products of tf32 or of fp16 parts: outputs, and gradients of normal inputs, as PyTorch's three products."""
+    """Three products of tf32 or fp16 terms: outputs, and gradients of normal inputs, like PyTorch's three products."""
     cases = [case_of("fp32", fp32_dim, n) for n in (128, 1024)]
     settings = [Setting(case, inputs, peer="mem-efficient") for case in cases for inputs in INPUTS]
     found = [ratio for setting in settings for ratio in ratios(setting, "sm80")]

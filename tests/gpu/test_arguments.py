@@ -1,4 +1,4 @@
-"""Arguments of the public functions on the GPU: lazy and packed tensors, memory that is written or lies around it."""
+"""Arguments of the public functions on the GPU: lazy and packed tensors, outputs, and memory around tensors."""
 
 import math
 
@@ -71,7 +71,7 @@ def test_rows_of_no_sequence_keep_what_out_has():
 @pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_a_softmax_has_the_calls_precision(precision, allowed, monkeypatch):
-    """Whatever PyTorch's products have."""
+    """The softmax's precision is independent of PyTorch's setting for products."""
     q, k, v = (8 * randn(1, 300, 2, 64, seed=i, dtype=torch.float32) for i in range(3))
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not allowed)
     _, expected = attention(q, k, v, precision=precision, return_softmax=True)
@@ -106,7 +106,7 @@ def surrounded(x, fill, guard):
 @pytest.mark.parametrize("page", [0, 16, 64, 12])
 @pytest.mark.parametrize("arch", runnable_archs("kvcache"))
 def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, splits):
-    """Whatever lengths and unused entries say: rows of the cache's memory around it are NaN and stay so."""
+    """Lengths and unused table entries may be anything; the NaN rows around the cache in memory stay NaN."""
     if arch != "sm80" and page % BOX_ROWS:
         pytest.skip("TMA loads no such pages")
     lengths, rows = LENGTHS[name], page or CAPACITY
@@ -129,7 +129,7 @@ def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, spli
         q, k[0], v[0], k=new, v=new, cache_seqlens=int32(*lengths), page_table=table, kernel=arch,
         num_splits=splits, **options,
     )  # fmt: skip
-    # The functions refuse such lengths where they see them, on the CPU.
+    # On the CPU, where the functions see lengths, they refuse these.
     seqlens, cache = (
         int32(*lengths).cpu(),
         definition.Cache(*expected, None if table is None else table.cpu()),
@@ -159,7 +159,7 @@ def outputs(q, k, v, **options):
 
 @pytest.mark.parametrize(("kind", "kernel"), [("qkv", None), ("qkv", "sm80"), ("kv", None)])
 def test_gradients_of_packed_tensors(kind, kernel):
-    """Those of q, k and v are parts of one tensor as well."""
+    """Gradients of q, k and v are views of one tensor too."""
     if kind == "qkv":
         tensors = torch.randn(2, 130, 3, 4, 64, **BF16).unbind(-3)
     else:

@@ -18,7 +18,7 @@ from tests.gpu.compare import assert_equal, captured, int32, with_gradients
 from tests.gpu.tile_cases import tile_cases
 from tests.problem import Case, Problem, Start
 
-OP = "backward"  # what tests/gpu/conftest.py builds beforehand
+OP = "backward"  # tests/gpu/conftest.py builds this op beforehand
 ARCHS = runnable_archs(OP)
 ALLOCATE = record.new_empty_strided
 _BARE = "dq_bulk=false,mask_warps=0"
@@ -110,7 +110,7 @@ DIVIDED = [
 
 
 def divide_heads(monkeypatch, splits: int) -> list:
-    """Let ``splits`` work tiles share the query heads of a kv head; the list gets the call of each plan."""
+    """Divide a kv head's query heads among ``splits`` work tiles; the returned list collects the call of each plan."""
     planned = []
     monkeypatch.setattr(backward, "head_splits", lambda call, *_: planned.append(call) or splits)
     return planned
@@ -120,7 +120,7 @@ def divide_heads(monkeypatch, splits: int) -> list:
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("case", DIVIDED, ids=lambda case: case.name)
 def test_query_heads_may_be_divided(case, splits, arch, monkeypatch):
-    """Whatever the number of work tiles that share the query heads of a kv head; the default depends on the GPU."""
+    """The number of work tiles that divide a kv head's query heads may vary; its default depends on the GPU."""
     planned = divide_heads(monkeypatch, splits)
     check_case(case, kernel=arch)
     assert planned
@@ -143,7 +143,7 @@ ON_HOPPER = pytest.mark.skipif("sm90" not in ARCHS, reason="needs Hopper")
 
 
 def check_tile_with(field: str, case: Case, monkeypatch) -> None:
-    """A case by the Hopper kernel, whose tile has ``field``; three more calls give the same bits."""
+    """Check a case by the Hopper kernel, whose tile has ``field``; three more calls give the same bits."""
     tiles, build = [], backward.compiler.build
     monkeypatch.setattr(
         backward.compiler, "build", lambda kernel, *_: tiles.append(kernel.tile) or build(kernel, *_)
@@ -206,7 +206,7 @@ PRIME = Case("71-heads-on-1", batch=3, seqlen_q=300, seqlen_k=300, nheads=71, nh
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", [PRIME], ids=lambda case: case.name)
 def test_a_prime_number_of_query_heads(case, arch):
-    """With as many splits as the host chooses."""
+    """The host chooses the number of splits."""
     check_case(case, kernel=arch)
     check_case(case, kernel=arch, deterministic=True)
 
@@ -248,7 +248,7 @@ REPEATED += [
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
 def test_deterministic_gradients(case, arch):
-    """That they repeat bit by bit is hunted in ``test_races.py``."""
+    """``test_races.py`` checks that they repeat bit for bit."""
     check_case(case, kernel=arch, deterministic=True)
 
 
@@ -332,7 +332,7 @@ def check_continued(names, ours, theirs, tensors, grad_out, mask, dropout="", dr
     out = reference.attention(*leaves[:3], tensors[0].shape[-1] ** -0.5, features, inputs)[0]
     exact = torch.autograd.grad(out, leaves, grad_out.double())
     for name, own, right, other in zip(names, ours, exact, theirs, strict=True):
-        # Torch's is NaN where a row sees no key, and its bias gradient is not written in blocks that the mask hides.
+        # Torch's is NaN in rows that see no key, and it does not write the bias gradient in blocks that the mask hides.
         other = torch.where(other.isfinite(), other, right.to(other.dtype))
         check(f"d{name}", own, right, other, factor=GRADIENT)
 
@@ -413,7 +413,7 @@ def tensors():
 
 
 def test_the_operator_passes_opcheck(tensors, monkeypatch):
-    # opcheck compares storage offsets, and a guarded output has one of its own.
+    # opcheck compares storage offsets, and a guarded output has another one.
     monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")

@@ -69,7 +69,7 @@ def check_lengths(arch: str, head_dim: int, name: str, lengths: tuple[int, int])
     tensors = inputs(*lengths, head_dim)
     exact = results([x.double() for x in tensors], block_mask=mask_of(name, *lengths, "cpu"))
     own, mask = [x.cuda() for x in tensors], mask_of(name, *lengths, "cuda")
-    torch.full((1 << 28,), float("nan"), device="cuda")  # what outputs are allocated from afterwards
+    torch.full((1 << 28,), float("nan"), device="cuda")  # the memory from which outputs are allocated next
     found = results(own, block_mask=mask, kernel=arch, deterministic=True)
     check(found, exact, lengths)
     for _ in range(20):
@@ -92,7 +92,7 @@ def check(found: list[Tensor], exact: list[Tensor], lengths: Any) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_packed_sequences(arch: str, head_dim: int, name: str) -> None:
-    """Also repeated, from a record, and with the tables of another mask."""
+    """Calls are also repeated from a record, and with the tables of another mask."""
     tensors = [x.flatten(0, 1) for x in inputs(1000, 1000, head_dim)]
     starts, longest = torch.tensor([0, 700, 2000], dtype=torch.int32), 1300
     cpus, own = (starts, starts, longest, longest), [x.cuda() for x in tensors]
@@ -146,7 +146,7 @@ LISTS = (
 
 
 def masks(device: str = "cuda") -> dict[str, Any]:
-    """Functions by name; those of documents, prefixes, padding and places capture tensors."""
+    """Mask functions by name; the ones of documents, prefixes, padding and places capture tensors."""
     generator = torch.Generator().manual_seed(0)
     document = (torch.arange(3000) // 170).to(device)
     shuffled = torch.randint(0, 40, (BATCH, 3000), generator=generator, dtype=torch.int16).to(device)
@@ -188,7 +188,7 @@ def assert_equal_masks(found: BlockMask, expected: BlockMask) -> None:
 def test_lists_are_torch_s(name: str, lengths: tuple[int, int], block_size: Any) -> None:
     mask_mod = masks()[name]
     expected = create_block_mask(mask_mod, BATCH, HEADS, *lengths, device="cuda", BLOCK_SIZE=block_size)
-    torch.full((1 << 26,), -1, device="cuda")  # what the lists are allocated from afterwards
+    torch.full((1 << 26,), -1, device="cuda")  # the memory from which the lists are allocated next
     for _ in range(5):
         assert_equal_masks(block_mask(mask_mod, BATCH, HEADS, *lengths, block_size=block_size), expected)
 

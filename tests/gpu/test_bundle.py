@@ -51,13 +51,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exact() -> dict[str, torch.Tensor]:
-    """By the definition, in float64."""
+    """Results by the definition, in float64."""
     return bundled.results("cpu", torch.float64)
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, torch.Tensor]:
-    """By plain torch, in bf16."""
+    """Results in plain torch, in bf16."""
     return bundled.results("cpu", torch.bfloat16)
 
 

@@ -51,7 +51,7 @@ def check_merged(found, outs, lses):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("partials", [1, 2, 3, 5, 17, 32, 55, 97, 133, 512])
 def test_merge(partials, arch):
-    """Each tile, dtype and several head dims; rows that are no multiple of a CTA's."""
+    """Every tile and dtype, several head dims, and numbers of rows that are no multiple of a CTA's."""
     target = compiler.default_target("sm80")
     for dim, dtype in ((8, torch.float32), (40, torch.float16), (64, torch.bfloat16), (256, torch.bfloat16)):
         outs, lses = partial_results(partials, 2, 7, 3, dim)
@@ -137,7 +137,7 @@ def test_append_of_rows_that_start_anywhere(name, dims, arch):
 
 @pytest.mark.parametrize("page", [0, 16])
 def test_append_beyond_two_to_the_31(page):
-    """Entries, or pages, more than 2**31 elements apart."""
+    """Entries, or pages, are more than 2**31 elements apart."""
     rows, step = 16, 2**31 + 1024
     storage = torch.zeros(step + rows * 64, dtype=torch.float16, device="cuda")
     k_cache = storage.as_strided((2, rows, 1, 64), (step, 64, 64, 1))
@@ -218,14 +218,14 @@ WITH_ANY_ROWS = (
 @pytest.mark.parametrize("dims", ANY_ROWS[:3])
 @pytest.mark.parametrize("name", WITH_ANY_ROWS)
 def test_rows_that_start_anywhere(name, dims):
-    """By the Ampere kernel on any GPU. Rows that no sequence has are NaN: columns beyond a head dim are theirs too."""
+    """The Ampere kernel serves them on every GPU. Memory between rows is NaN, also the columns after a head dim."""
     check(problem_of(name, dims), "cpu")
 
 
 @pytest.mark.parametrize("dims", [(576, 512), (320, 320), (264, 64)])
 @pytest.mark.parametrize("name", [name for name, arch in cases_of_archs() if arch == "sm90"])
 def test_large_head_dims(name, dims):
-    """With values of their own; also of columns whose halves have narrower swizzle atoms than keys."""
+    """Values are separate from keys. In some cases half of the columns has narrower swizzle atoms than the keys."""
     check(problem_of(name, dims), "cpu")
 
 
@@ -237,7 +237,7 @@ def test_large_head_dims_by_the_ampere_kernel(name, dims):
 
 
 LENGTHS = (700, 64, 0, 1031, 5)
-"""Of several key blocks, and of none."""
+"""Sequences of several key blocks, and one without keys."""
 
 
 def many_blocks(heads, queries, dims, page) -> Case:
@@ -260,7 +260,7 @@ def test_rows_that_start_anywhere_in_many_blocks(heads, queries, dims, page, num
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("heads", [1, 16, 40])
 def test_latent_attention_by_the_ampere_kernel(heads, num_splits):
-    """It loads values as any others."""
+    """It loads values like other values."""
     case = Case((700, 64, 0, 5), new=(2,) * 4, queries=(2,) * 4, capacity=768, page=12, heads=(heads, 1))
     case = dataclasses.replace(case, dims=(576, 512), mask="causal")
     check(Problem(case, dtype=torch.bfloat16).share(), "cuda", num_splits=num_splits)
@@ -281,7 +281,7 @@ def test_latent_attention(heads, queries, new, num_splits):
 @pytest.mark.parametrize("dims", [(64, 64), (13, 58), (256, 256)])
 @pytest.mark.parametrize("name", WITH_ANY_ROWS)
 def test_fp32(name, dims):
-    """Also of rows that start anywhere; as precise as fp32."""
+    """Rows may start at any address; results have fp32's precision."""
     check_fp32(problem_of(name, dims, torch.float32))
 
 
@@ -315,7 +315,7 @@ def check_fp32(problem: Problem, **options):
 
 
 def test_fp32_follows_pytorchs_precision(monkeypatch):
-    """Also in calls from a record."""
+    """Calls from a record follow it too."""
     case = Case((300, 70), capacity=512, heads=(4, 2), dims=(64, 64))
     problem = Problem(case, dtype=torch.float32).to("cuda")
     exact, _ = copy.deepcopy(problem).to("cpu").run()
@@ -344,7 +344,7 @@ def test_keys_and_values_side_by_side(dim):
 
 
 def test_a_graph_replays_with_other_lengths():
-    """Also none, and up to the capacity."""
+    """Lengths include zero, and range up to the capacity."""
     case = Case(
         (5, 9, 0), new=(1, 1, 1), dims=(128, 128), heads=(8, 2), capacity=200, rotary=64, mask="causal"
     )

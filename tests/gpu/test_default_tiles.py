@@ -1,6 +1,6 @@
 """Every tile that is some call's default on this GPU, at every padded head dim that it serves, against the definition.
 
-Calls are small, so tiles are named: the ones of long sequences, and of fp32 those of operands in terms.
+Calls are small, so tiles are named: the ones for long sequences, and in fp32 the ones for operands in terms.
 """
 
 import itertools

@@ -37,7 +37,7 @@ def check(call, *arguments, **options):
 
 
 def check_gradients(tensors, **options):
-    """Those of the ordinary backward."""
+    """Gradients equal the ordinary backward's."""
     out = attention(*tensors, **options)
     found, expected = (
         with_gradients(lambda *x, kernel=kernel: attention(*x, kernel=kernel, **options), tensors, 2 * out)
@@ -79,10 +79,10 @@ def test_functions(name):
 @ON_HOPPER
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed(causal):
-    """Also sequences without queries or keys; the rows of the others are no sequence's own."""
+    """Some sequences have no queries or no keys; rows between sequences belong to none."""
     queries, keys = (3, 0, 70, 9, 5), (5000, 200, 4097, 0, 6)
     q, k, v = tensors((sum(queries), 8, 128), *[(sum(keys), 2, 128)] * 2)
-    k[5000:5200], v[5000:5200] = torch.nan, torch.nan  # of the sequence without queries
+    k[5000:5200], v[5000:5200] = torch.nan, torch.nan  # the sequence without queries
     starts = (int32(0, *accumulate(n)) for n in (queries, keys))
     check(attention_varlen, q, k, v, *starts, 70, 5000, causal=causal)
 

@@ -1,4 +1,4 @@
-"""Dropout masks on the card are PyTorch's own, bit for bit: those of its flash and its memory-efficient attention."""
+"""Dropout masks on the card equal PyTorch's bit for bit: of flash and of memory-efficient attention."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -60,7 +60,7 @@ CHUNK = 64
 
 
 def shown(n, start, nheads):
-    """(n, nheads, CHUNK): the rows from ``start`` on are those of the identity, others 0."""
+    """(n, nheads, CHUNK): rows from ``start`` on are the identity's, all others 0."""
     rows = torch.zeros(n, nheads, CHUNK, dtype=torch.bfloat16, device="cuda")
     count = max(0, min(CHUNK, n - start))
     rows[start : start + count] = torch.eye(CHUNK, dtype=torch.bfloat16, device="cuda")[:count, None]
@@ -192,7 +192,7 @@ class Varlen:
             yield b, slice(starts[0][b], starts[0][b] + n_q), slice(starts[1][b], starts[1][b] + n_k)
 
     def kept(self, call, by_queries=False):
-        """Of each sequence which equal scores a call keeps, (nheads, q, k).
+        """Which scores of each sequence a call keeps if all are equal: (nheads, q, k).
 
         call: out by v, or ``by_queries`` the gradient of v by that of out.
         """
@@ -256,7 +256,7 @@ def test_the_mask_of_varlen_sequences_is_pytorchs(name, arch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", VARLEN)
 def test_varlen_sequences_continue_pytorchs_forward(name, causal, arch):
-    """The mask is PyTorch's forward's, even where PyTorch's own backward draws another."""
+    """The mask equals the mask of PyTorch's forward, even where PyTorch's backward draws another one."""
     case = VARLEN[name]
     q, k, v = case.tensors()
     if case.used_k and causal:
@@ -335,7 +335,7 @@ def test_numbers_beyond_2_32_are_pytorchs(nheads, seqlen, arch):
 
 
 def test_a_restored_generator_draws_what_it_drew():
-    """As checkpoints restore it; and another stream, thousands of draws later and a draw by hand see no difference."""
+    """Checkpoints restore generators like this. Other streams, thousands of later draws and manual draws do no harm."""
     q, k, v = inputs(2, 4, 113, 203)
     before = torch.cuda.get_rng_state()
     first = [attention(q, k, v, dropout_p=0.5) for _ in range(3)]

@@ -55,9 +55,9 @@ def has_short_tile(case: Case, arch: str) -> bool:
 
 
 def long_tile(case: Case, arch: str) -> str:
-    """The default tile as text, which sequences of the case's lengths would not be given."""
+    """The default tile of long sequences as text; the case's sequences are too short to get it."""
     kernel = registry.lookup(case.traits(arch))
-    by_threads = case.longest[1] % 8 or (case.bias and "q" in case.bias_broadcast)  # TMA loads no such rows
+    by_threads = case.longest[1] % 8 or (case.bias and "q" in case.bias_broadcast)  # not by TMA
     if getattr(kernel.tile, "bias_stages", 0) and by_threads:
         kernel = kernel.without_tma_bias()
     return kernel.tile.text
@@ -68,7 +68,7 @@ SHORT = [(case, arch) for case in CASES for arch in ARCHS if case.launches and h
 
 @functools.lru_cache(maxsize=2)
 def prepared(case: Case) -> tuple[Problem, dict, dict, dict]:
-    """A case's problem, and expected results of its compared part in float64, in its dtype and in float32."""
+    """A case's problem, and expected results for its compared batches in float64, in its dtype and in float32."""
     problem = case.build("cuda")
     return problem, *expectations(problem.compared())
 

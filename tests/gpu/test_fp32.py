@@ -1,4 +1,4 @@
-"""fp32 on the card, at its own precision and at tf32's, also in fp16 terms, with inputs for the fallback kernel."""
+"""fp32 on the card, in fp32's precision and in tf32's, also in fp16 terms, with inputs for the fallback kernel."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ CASES = [replace(case, dtype="fp32") for case in CASES]
 def in_tf32(problem: Problem) -> Problem:
     """The problem with q, k and v rounded to tf32, 11 significant bits, half-way cases away from 0.
 
-    PyTorch's own products in tf32 are no measure: cuBLAS keeps fp32 for sizes of which its tf32 kernels are not faster.
+    PyTorch's tf32 products are no reference: cuBLAS computes in fp32 where its tf32 kernels are not faster.
     """
     q, k, v = ((x.view(torch.int32) + 2**12 & -(2**13)).view(torch.float32) for x in problem.tensors)
     return replace(problem, tensors=(q, k, v))
@@ -89,7 +89,7 @@ TF32_FACTOR = 1.5
 
 
 def needed_kernels(chosen, target):
-    """Both kernels of a case, and the split; in tf32 also the kernel they are compared with."""
+    """Both kernels of a case, and the split; in tf32 also the kernel for the comparison."""
     case, single = chosen.get("terms_case"), chosen.get("tf32_case")
     if case is not None or single is not None:
         traits = case.traits("sm80") if case else replace(single.traits("sm80"), precision="tf32")
@@ -115,7 +115,7 @@ def test_case_in_a_single_term(tf32_case):
 
 @pytest.fixture
 def launch_only(monkeypatch):
-    """Launches one of both kernels, for one test: outputs are NaN where it leaves the call to the other."""
+    """For one test, launch only one of the two kernels; outputs that the other one would compute are NaN."""
     launch_both = split_fp32.launch_forward
 
     def choose(name):
@@ -159,7 +159,7 @@ INPUTS = {
     "inf": ("fallback", lambda q, k, v: v[0, 100, 0, 3].fill_(math.inf)),
     "tiny": ("fallback", lambda q, k, v: (q.mul_(1e-20), k.mul_(1e20), v.mul_(1e-30))),
 }
-"""Which kernel has to compute, and how q, k and v are changed."""
+"""Changes of q, k and v, each with the kernel that then has to compute."""
 
 
 def inputs(what):
@@ -171,7 +171,7 @@ def inputs(what):
 
 
 def check_which(tensors, precision, which, found, launch_only):
-    """One kernel alone computes what both gave, and the other nothing."""
+    """Check that the right one of the two kernels computed every result, and the other one none."""
     if which != "either":
         launch_only(which)
         again = attention(*tensors, precision=precision, kernel=TERMS)
@@ -188,7 +188,7 @@ def test_the_kernel_that_has_to_computes(what, launch_only, matmul_precision):
     plain, plain_lse = by_definition(q, k, v)
     found, lse = attention(q, k, v, precision="fp32", kernel=TERMS, return_lse=True)
     out = found.clone()
-    if what == "inf":  # and nothing beside its column
+    if what == "inf":  # and nothing outside its column
         column = (0, slice(None), 0, 3)
         assert not out[column].isfinite().any()
         out[column] = exact[column] = plain[column] = 0.0
@@ -275,7 +275,7 @@ def test_ctas_of_the_exact_kernel_claim_work_tiles(causal, launch_only, matmul_p
 
 @pytest.mark.parametrize("dims", [slice(0, 36), slice(1, 60)], ids=["aligned", "unaligned"])
 def test_rows_of_q_of_any_strides(dims, launch_only, matmul_precision):
-    """Which each CTA splits itself."""
+    """Each CTA splits the rows of Q that it loads."""
     matmul_precision("fp32")
     q, k, v = (randn(2, 3, 150, 64, seed=i).transpose(1, 2)[..., dims] for i in range(3))
     launch_only("terms")

@@ -104,7 +104,7 @@ def compare(
 
 
 def finite(x: Tensor) -> Tensor:
-    """In rows that no sequence owns, so that tensors fit terms; with NaN there, the fallback kernel computes."""
+    """Make rows that no sequence owns finite, so that tensors fit terms; NaN there would select the fallback kernel."""
     return x.nan_to_num(2.5, -2.5, 2.5)
 
 
@@ -154,7 +154,7 @@ def assert_alike(
     *,
     all_finite: bool = True,
 ) -> None:
-    """Gradients of q, k and v are alike, and not finite in the same places, if anywhere."""
+    """Assert that gradients of q, k and v agree, and are non-finite in the same places, if any."""
     for name, own, other in zip(("dq", "dk", "dv"), found, whole, strict=True):
         assert own is not None and other is not None
         finite = other.isfinite()
@@ -169,7 +169,7 @@ def assert_alike(
 PRECISIONS = pytest.mark.parametrize(
     ("precision", "whole", "tolerance"), [("fp32", WHOLE, 1e-5), ("tf32", None, 4e-3)]
 )
-"""What operands in terms are compared with: whole ones in fp32, and products in tf32."""
+"""References for operands in terms: whole operands in fp32, and products in tf32."""
 
 
 @PRECISIONS
@@ -177,7 +177,7 @@ PRECISIONS = pytest.mark.parametrize(
 def test_any_score_gradients_have_a_scale(
     factor: float, precision: str, whole: str | None, tolerance: float
 ) -> None:
-    """An out and a LSE of more keys than these, as of a context that is divided, whose D exceeds what dO and V say."""
+    """With out and LSE from more keys than these, as in a divided context, D exceeds the bound from dO and V."""
     grad_out, q, k, v, out, lse = small_problem()
     given = (grad_out, q, k, v, factor * out, lse + 3.0)
     both = (attention_backward(*given, causal=True, precision=precision, tile=x) for x in (TERMS, whole))
@@ -186,7 +186,7 @@ def test_any_score_gradients_have_a_scale(
 
 @PRECISIONS
 def test_infinity_stays_in_its_rows(precision: str, whole: str | None, tolerance: float) -> None:
-    """Of out, which is not split: dS has inf, which decides no scale."""
+    """out is not split. Infinity in dS does not affect the scale."""
     given = small_problem()
     given[4][0, 70, 1, 3] = torch.inf
     both = (attention_backward(*given, causal=True, precision=precision, tile=x) for x in (TERMS, whole))
@@ -222,7 +222,7 @@ def test_error_is_at_most_one_and_a_half_of_pytorchs(head_dim: int, with_bias: b
 
 
 def test_nan_reaches_the_gradients() -> None:
-    """Whatever the bits of the NaN, or inf: rounding to tf32 must not make a number of it."""
+    """Rounding to tf32 must not turn NaN, whatever its bits, into a number or inf."""
     for precision, tile in (("fp32", TERMS), ("tf32", None)):
         for bits in (0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000):
             problem, tensors = problem_of(BY_NAME["d64-causal"])
@@ -299,7 +299,7 @@ def test_a_row_that_is_too_small_for_one_term(single: str, small: str) -> None:
 @pytest.mark.parametrize("single", ["d64-causal", "d512"])
 @pytest.mark.parametrize("first", [0.0, -20.0])
 def test_the_scale_of_score_gradients_changes(single: str, first: float) -> None:
-    """From queries to queries upwards, or downwards."""
+    """Scale changes from query block to query block, up or down."""
     problem, tensors = problem_of(IN_TF32[single])
     grad_out = tensors["grad_out"]
     steps = torch.linspace(first, -20.0 - first, grad_out.shape[1], device="cuda").exp2()

@@ -27,7 +27,7 @@ SEQLEN, NHEADS = 300, 4
 
 
 def tensors(device: str) -> dict[str, Tensor]:
-    """What the functions capture."""
+    """Tensors that the functions capture."""
     generator = torch.Generator().manual_seed(0)
     made = {
         "slopes": torch.rand(NHEADS, generator=generator),
@@ -79,7 +79,7 @@ CASES += ("smooth", "integers", "rows", "nan")
 
 
 def dense_scores(q: Tensor, k: Tensor, score_mod: Any, mask_mod: Any) -> Tensor:
-    """(batch, nheads, seqlen_q, seqlen_k) in q's dtype, or in that of what the functions capture."""
+    """Scores (batch, nheads, seqlen_q, seqlen_k) in q's dtype, or in the dtype of captured tensors."""
     k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     at = [torch.arange(n, device=q.device) for n in scores.shape]
@@ -91,7 +91,7 @@ def dense_scores(q: Tensor, k: Tensor, score_mod: Any, mask_mod: Any) -> Tensor:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, mask_mod: Any) -> tuple[Tensor, Tensor]:
-    """In q's dtype; float64 as the reference."""
+    """Attention in q's dtype, in plain torch; with float64 it is the reference."""
     scores = dense_scores(q, k, score_mod, mask_mod)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
     seen = scores.isfinite().any(-1, keepdim=True)
@@ -156,7 +156,7 @@ HIDDEN: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", HIDDEN)
 def test_hidden_scores_reach_no_gradient(name: str, arch: str, hides: str) -> None:
-    """Functions that are infinite or NaN at keys that a mask hides, against float64 of the others alone."""
+    """Functions that are infinite or NaN at hidden keys, against float64 of the visible keys only."""
     leaves, own = inputs(), learned("slopes", "cuda")
     score_mod, options = HIDDEN[name](own), dict[str, Any](kernel=arch)
     if hides == "varlen":
@@ -194,7 +194,7 @@ def test_hidden_scores_reach_no_gradient(name: str, arch: str, hides: str) -> No
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_negative_indices_count_from_the_end(arch: str) -> None:
-    """And the gradient of the table is added there; beyond the table its last element counts."""
+    """The gradient is added to the same element of the table; an index beyond the table counts as the last element."""
     leaves = inputs()
     table = torch.randn(NHEADS, 2 * SEQLEN - 1, device="cuda", requires_grad=True)
     wrapped = attention(*leaves, score_mod=lambda s, b, h, q, k: s + table[h, q - k], kernel=arch)
@@ -226,7 +226,7 @@ LEARNED = {
 
 
 def learned(name: str, device: str) -> Tensor:
-    """The captured tensor of such a case, which requires a gradient."""
+    """The captured tensor of a learned function; it requires a gradient."""
     return tensors(device)[LEARNED[name][0]].float().requires_grad_()
 
 
@@ -237,10 +237,10 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
 def check_captured(
     found: Tensor, leaves: Sequence[Tensor], out: Tensor, grad: Tensor, score_mod: Any, own: Tensor, mask: Any
 ) -> None:
-    """The gradient of ``own``, which ``score_mod`` makes a score_mod of, against float64 with the kernel's ``out``.
+    """Compare the gradient of ``own``, which ``score_mod`` captures, with float64, given the kernel's ``out``.
 
-    That out is rounded moves all dS of a row by one number, and sums of them over many rows by percents: so an exact
-    gradient is no measure of what is added, but that of the same out is one, to fp32's digits.
+    Rounding of out changes all dS of a row by one number, and their sums over many rows by percents. So the exact
+    gradient is no reference for the sums, but the gradient for the rounded out is one, up to fp32's rounding.
     """
     q, k, v = (x.detach().double() for x in leaves)
     table = own.detach().double().requires_grad_()
@@ -301,7 +301,7 @@ def test_a_learned_bias_in_other_calls(how: str) -> None:
 
 @pytest.mark.parametrize("name", ["relative", "row", "column", "power", "cap"])
 def test_a_learned_function_in_a_whole_graph(name: str) -> None:
-    """As inputs of the graph captured tensors have gradients, and other values compile nothing."""
+    """Captured tensors are inputs of the graph and have gradients; other values do not recompile it."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("inductor")
     leaves, own = inputs(), learned(name, "cuda")
@@ -420,7 +420,7 @@ def test_lists_are_made_without_waiting_and_again_within_a_graph() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_pytorchs_function_is_served(compiled: bool) -> None:
-    """Its own result is the eager definition's."""
+    """The result equals the eager definition's."""
     mask = documents(tensors("cuda")["document"], 128)
     leaves, slopes = [x.requires_grad_() for x in heads_first()], tensors("cuda")["slopes"]
 

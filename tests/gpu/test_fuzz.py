@@ -21,7 +21,7 @@ CASES = gpu.cases()
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    """Built, a part per core, on a machine without a GPU so far as the processes see."""
+    """Build the kernels, one group per core; to these processes the machine has no GPU."""
     jobs = os.cpu_count() or 1
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}

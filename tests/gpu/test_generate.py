@@ -23,7 +23,7 @@ def test_every_token_is_plain_torchs(page, options, monkeypatch, capsys):
 
 
 def test_every_token_that_is_served_is_plain_torchs(monkeypatch, capsys):
-    programs.load("generate")  # which it imports
+    programs.load("generate")  # the example imports it
     programs.run(
         monkeypatch,
         "serve --requests 12 --slots 4 --layers 2 --width 512 --heads-kv 2 --longest 90 --wanted 20 --chunk 64",

@@ -114,7 +114,7 @@ def test_rows_that_start_anywhere(dtype, shift, last_stride):
 
 @pytest.mark.parametrize("head_dim", [59, 60, 62])
 def test_rows_at_multiples_of_2_4_and_8_bytes(head_dim):
-    """One kernel for rows at any distance; what lies between them is NaN."""
+    """One kernel serves rows at any distance; NaN lies between rows."""
     problem = Case("", seqlen_q=150, seqlen_k=270, head_dim=head_dim, causal=True).build("cuda")
     for shift, gap in ((0, 0), (0, 4), (4, 4), (2, 2), (1, 1), (1, 0), (0, 5), (3, 4)):
         compare(replace(problem, tensors=tuple(poisoned(x, shift, gap) for x in problem.tensors)))
@@ -132,7 +132,7 @@ BETWEEN_HEADS = [
 
 @pytest.mark.parametrize("case", BETWEEN_HEADS, ids=lambda case: case.name)
 def test_rows_among_infinities(case):
-    """Neighbouring heads are infinite, and elements beside rows; nothing of them is read."""
+    """Neighbouring heads and the elements between rows are infinite; nothing of them is read."""
     problem = case.build("cuda")
     expected = expectations(problem)
     for heads in ((0, 0, 0), (1, 1, 1), (3, 2, 1), (0, 1, 5), (2, 5, 3)):

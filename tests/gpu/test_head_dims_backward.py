@@ -164,7 +164,7 @@ BETWEEN_HEADS = [
 
 @pytest.mark.parametrize("of", BETWEEN_HEADS, ids=lambda case: case.name)
 def test_rows_among_infinities(of: Case) -> None:
-    """What lies beside rows is infinite, and nothing of it is read."""
+    """Elements between rows are infinite, and none is read."""
     problem = of.build("cuda")
     start = problem.start()
     floor = CANCELLATION if 1 in of.lengths_k else 0.0
@@ -188,7 +188,7 @@ def test_rows_among_infinities(of: Case) -> None:
 )
 @pytest.mark.parametrize("head_dim", [64, 59, 62])
 def test_elements_may_lie_anywhere(head_dim: int, shift: int, gap: int, last_stride: int) -> None:
-    """Strides and addresses that no vector can read give what contiguous tensors give."""
+    """Strides and addresses that vector loads cannot read give the same gradients as contiguous tensors."""
     problem = Case("strided", head_dim=head_dim, causal=True, nheads_kv=4, **ODD).build("cuda")
     start = problem.start()
     *moved, grad = (poisoned(x, shift, gap, last_stride) for x in (*problem.tensors, start.out))
@@ -198,7 +198,7 @@ def test_elements_may_lie_anywhere(head_dim: int, shift: int, gap: int, last_str
 
 
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits, Any, str]]:
-    """Those of the Ampere backward; no forward."""
+    """Kernels of the Ampere backward; no forward."""
     if params.get("of") in CASES and params.get("arch") == "sm80":
         main = registry.lookup(params["of"].traits("sm80", "backward"), params["tile"], target)
         yield from ((traits, own, target) for traits, own in kernels_of(main))

@@ -20,7 +20,7 @@ from tests.gpu.compare import randn
 from tests.problem import Case, Problem
 
 FAR = ("expanded", "far")
-"""Layouts of which torch makes no dual tensors, or whose tangents would be as large."""
+"""Layouts for which torch makes no dual tensors, or whose tangents would need as much memory."""
 SERVED = [
     replace(case, return_softmax=False)
     for case in CASES
@@ -35,7 +35,7 @@ NAMES = ("q", "k", "v")
 
 
 def tangents(of: Case, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the tensors' shapes and layouts, with NaN in rows that no sequence owns."""
+    """Tangents with the tensors' shapes and layouts, and NaN in rows that no sequence owns."""
     return of.build("cuda", seed=seed).tensors
 
 
@@ -49,7 +49,7 @@ def followed(problem: Problem, dots: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def defined(problem: Problem, dots: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The same by torch through the reference in ``dtype``."""
+    """Results in torch by the reference in ``dtype``."""
     given = dict(zip(NAMES, (x.to(dtype) for x in problem.tensors), strict=True))
 
     def call(moved: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -98,7 +98,7 @@ def test_a_tangent_of_one_tensor(of: Case, name: str) -> None:
 
 
 def test_a_part_that_all_keys_have_in_common() -> None:
-    """S_dot with a large mean: the part that changes out keeps its digits."""
+    """S_dot has a large mean; the component that changes out keeps its digits."""
     of = replace(CAUSAL, name="common")
     problem = of.build("cuda")
     q, k, _ = problem.tensors

@@ -19,7 +19,7 @@ def randn(*shape, dtype=BF16):
 
 
 def exact(call, inputs, grad_out):
-    """By the definition in float64, on the CPU."""
+    """Results by the definition in float64, on the CPU."""
     return with_gradients(call, [x.cpu().double() for x in inputs], grad_out.cpu().double())
 
 
@@ -89,7 +89,7 @@ def test_deterministic_algorithms_with_filled_memory():
 
 
 def test_a_graph_of_a_packed_training_step():
-    """Lengths lie in a tensor of more entries than there are sequences, padded at its end with the last one's end."""
+    """The tensor of lengths has more entries than sequences; the rest repeats the end of the last sequence."""
     rows, most = 700, 6
     inputs, grad_out = [randn(rows, heads, 64) for heads in (4, 2, 2)], randn(rows, 4, 64)
     leaves = [x.requires_grad_() for x in inputs]
@@ -113,7 +113,7 @@ def test_a_graph_of_a_packed_training_step():
 
 @pytest.mark.parametrize("first", ["default", "side"])
 def test_a_record_follows_the_stream(first):
-    """A call that one stream recorded is repeated on another, behind what that one has to do before."""
+    """A call that one stream recorded is repeated on another stream, ordered after that stream's earlier work."""
     inputs, grad_out = [randn(2, 300, 4, 64) for _ in range(3)], randn(2, 300, 4, 64)
 
     def call(q, k, v):
@@ -132,14 +132,14 @@ def test_a_record_follows_the_stream(first):
         for _ in range(20):
             slow = slow @ slow * 1e-3
         for x, y in zip(late, (*inputs, grad_out), strict=True):
-            x.copy_(y)  # what a launch on another stream would not wait for
+            x.copy_(y)  # a launch on another stream would not wait for it
         found = with_gradients(call, late[:3], late[3])
     torch.cuda.synchronize()
     assert_equal(found, wanted)
 
 
 def test_one_record_does_not_serve_other_calls():
-    """Of other strides, dtypes, scales, lengths and alignments, each again and again."""
+    """Calls with other strides, dtypes, scales, lengths and alignments, each several times."""
     shapes = ((2, 130, 4, 64), (2, 77, 2, 64), (2, 77, 2, 64), (2, 130, 4, 64))
     order = (0, 2, 1, 3)
     made = {}

@@ -13,7 +13,7 @@ ARCH = runnable_archs()[0]
 NAME = f"forward-{ARCH}-bf16-d128-causal"
 WORKLOAD = Workload(2, 2048, 16, 128, causal=True)
 
-# What is timed is one call, and guards would keep the outputs of thousands.
+# Timing repeats a call thousands of times, and guards would keep all outputs.
 pytestmark = pytest.mark.unguarded
 
 

@@ -1,4 +1,4 @@
-"""Biases of finfo.min and of -1e12, as masks are made of, and unaligned rows of large head dims: both ways."""
+"""Biases of finfo.min and -1e12, which masks are often made of, and unaligned rows of large head dims: both ways."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +42,7 @@ def masked(case: Case) -> Problem:
 
 
 def combinations(cases: list[Case]) -> list[Any]:
-    """Each case with each arch that computes it."""
+    """Every case with every arch that computes it."""
     return [
         pytest.param(case, arch, id=f"{case.name}-{arch}")
         for case in cases
@@ -69,8 +69,8 @@ def test_rows_of_the_smallest_number(case: Case, arch: str, op: str) -> None:
 
 @pytest.mark.parametrize("op", ["backward"])
 @pytest.mark.parametrize(("case", "arch"), combinations(CASES[:1]))
-def test_keys_of_rows_that_are_not_hidden(case: Case, arch: str, op: str) -> None:
-    """-1e12, in which scores of this size are lost, or finfo.min beside -inf: averages, and finite gradients."""
+def test_large_negative_biases_hide_no_row(case: Case, arch: str, op: str) -> None:
+    """Biases of -1e12, which absorbs the scores, or of finfo.min and -inf: results are means, with finite gradients."""
     problem = masked(case)
     bias = problem.inputs.bias
     assert bias is not None
@@ -95,7 +95,7 @@ LARGE = [
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("of", LARGE, ids=lambda case: case.name)
 def test_unaligned_rows_of_large_head_dims(of: Case, given: bool) -> None:
-    """Kernels take padded copies, and the call has what it was given; gradients follow."""
+    """Kernels compute on padded copies; the results have the caller's layout, and so do gradients."""
     problem = of.build("cuda")
     if of.name.endswith("odd-strides"):
         apart = [torch.empty((*x.shape[:-1], 323), device="cuda", dtype=x.dtype) for x in problem.tensors]

@@ -1,4 +1,4 @@
-"""What PyTorch's and xformers' own tests of memory-efficient attention ask for, both ways, by seeded samples.
+"""The cases of PyTorch's and xformers' tests of memory-efficient attention, both ways, as seeded samples.
 
 PyTorch's grids: dtype, batch, lengths, head dim, causal, dropout, and masks with a gradient. xformers': head
 dims from 1 to 512, unequal ones, any lengths, numbers of heads and strides. Errors are measured against float64, and
@@ -83,7 +83,7 @@ FULL = 2**14
 
 
 def pytorchs(problem: Problem, start: Start) -> dict[str, Tensor]:
-    """The same by PyTorch's memory-efficient kernels; nothing where they decline the call or would draw a mask."""
+    """Results of PyTorch's memory-efficient kernels; empty if they decline the call or would draw a mask."""
     case, (q, k, v), bias = problem.case, problem.tensors, problem.inputs.bias
     if case.dropout_p or case.varlen:
         return {}
@@ -119,7 +119,7 @@ def compare_with_pytorchs(name: str, ours: Tensor, theirs: Tensor | None, exact:
 
 
 def check_both(of: Case) -> None:
-    """out and all gradients by the tolerance rule; what fp32 sums differently is allowed a few roundings more."""
+    """Check out and all gradients by the tolerance rule; sums in another order in fp32 get a few more roundings."""
     problem = of.build("cuda")
     start = problem.start()
     dtype = problem.tensors[0].dtype

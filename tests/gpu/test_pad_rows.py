@@ -46,7 +46,7 @@ def place(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> torch.Tens
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("op", PADDED_TENSORS)
 def test_copies(op: str, rows: str, layout: str) -> None:
-    """Of all tensors, and of the second one alone; packed queries' O between two lengths."""
+    """All tensors, and the second one alone; for packed queries, O's rows between two lengths."""
     name, shape = ROWS[rows]
     traits = Traits(op, "sm80", name, shape[-1], varlen=len(shape) == 3)
     count, dtype = len(PADDED_TENSORS[op]), DTYPES[name]
@@ -85,7 +85,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_tensors_of_different_lengths_in_one_launch() -> None:
-    """Keys are fewer than queries, or more; each tensor takes the blocks that it needs."""
+    """Keys are fewer than queries, or more; each tensor uses as many blocks as it needs."""
     for lengths in ((2000, 7), (3, 1500)):
         q, k, v = (torch.randn(2, n, 4, 59, device="cuda").bfloat16() for n in (*lengths, lengths[1]))
         traits = Traits("forward_pad", "sm80", "bf16", 59)
@@ -96,7 +96,7 @@ def test_tensors_of_different_lengths_in_one_launch() -> None:
 
 
 def needed_kernels(params: dict[str, Any], target: str) -> Any:
-    """Of :func:`test_copies`."""
+    """Kernels of :func:`test_copies`."""
     if "rows" in params:
         name, shape = ROWS[params["rows"]]
         yield Traits(params["op"], "sm80", name, shape[-1], varlen=len(shape) == 3), None, target

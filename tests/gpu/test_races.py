@@ -1,7 +1,7 @@
 """Repeats of a call under changing traffic give equal bits.
 
 A race loses rarely, and at other times when memory answers faster or slower: one comparison with a reference proves
-nothing about it. So each kind of call is repeated with an empty L2, with a warm one, and beside a stream that keeps
+nothing about it. So each kind of call is repeated with an empty L2, with a warm one, and next to a stream that keeps
 the GPU's memory and multiprocessors busy. Grids fill the GPU several times.
 """
 
@@ -92,7 +92,7 @@ BACKWARD = [
     Case("fp32-d64", causal=True, dtype="fp32", **(GQA | {"batch": 2})),
 ]
 AMPERE = ("bias-of-heads-d64", "causal-d128-gqa", "everything-d64", "varlen-d64", "dropout-d64")
-"""Also on the Ampere kernels, which have no TMA and no proxies; what Hopper kernels decline has no others."""
+"""Also tested on the Ampere kernels, which have no TMA and no proxies. They run all cases that Hopper declines too."""
 
 
 def served_by_hopper(case: Case, op: str) -> bool:
@@ -129,7 +129,7 @@ def scratch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def empty_cache(n: int) -> None:
-    """Before repeat n: what the call reads is not in L2."""
+    """Before repeat n, evict the call's inputs from L2."""
     scratch()[0].fill_(n % 256)
 
 
@@ -138,7 +138,7 @@ def warm_cache(n: int) -> None:
 
 
 def busy_neighbour(n: int) -> None:
-    """Copies and products of another stream run beside the call."""
+    """Copies and products of another stream run at the same time as the call."""
     memory, a, b = scratch()
     half = memory.numel() // 2
     with torch.cuda.stream(other_stream()):
@@ -150,7 +150,7 @@ TRAFFIC = (empty_cache, warm_cache, busy_neighbour)
 
 
 def hunt(call: Callable[[], dict[str, Tensor]]) -> None:
-    """Repeat ``call`` under each kind of traffic; its results have the bits of the first one."""
+    """Repeat ``call`` under each kind of traffic; all results must equal the first bit for bit."""
     first = {name: x.clone() for name, x in call().items()}
     for traffic in TRAFFIC:
         differ = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -199,7 +199,7 @@ def test_deterministic_backward(case, arch, op):
 @pytest.mark.parametrize("arch", ARCHS[-1:])
 @pytest.mark.parametrize("op", ["backward"])
 def test_gradients_of_keys_and_values(case, arch, op):
-    """Without ``deterministic`` those of queries alone depend on the order of additions."""
+    """Without ``deterministic``, only dQ depends on the order of additions."""
     problem = case.build("cuda")
     start = problem.start()
     hunt(lambda: {x: g for x, g in problem.gradients(start, kernel=arch).items() if x in ("dk", "dv")})

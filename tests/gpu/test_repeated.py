@@ -1,4 +1,4 @@
-"""Calls that follow the record of an earlier one, on tensors of their own, beside calls that nothing is known of."""
+"""Calls that follow the record of an earlier call, on other tensors, compared with calls that are not known yet."""
 
 import functools
 
@@ -132,7 +132,7 @@ def distances(table):
 
 
 def with_function(call=attention, **options):
-    """A function that is made anew in each call, with a table of its own."""
+    """Makes a new function in each call, with a separate table."""
     return lambda seed: call(*rows(seed), score_mod=distances(randn(4, 17, seed=seed)), **options)
 
 

@@ -1,4 +1,4 @@
-"""same_bits: a row's output, LSE and gradients depend on its own sequence alone, whichever door computes them."""
+"""same_bits: at every door, a row's output, LSE and gradients depend only on its sequence."""
 
 import random
 
@@ -26,7 +26,7 @@ CALLS = 34
 
 
 class Sequences:
-    """Sequences of a case with random lengths: their rows, and what each gives alone."""
+    """Sequences of a case with random lengths: their rows, and the results of each alone."""
 
     def __init__(self, name, seed):
         self.dim, heads, heads_kv, self.dtype, factor, options = CASES[name]
@@ -149,7 +149,7 @@ def test_gradients_alone_batched_and_packed(dim, heads, heads_kv, causal):
 
 
 def test_decoding_gives_what_training_saw():
-    """Each token by a step of decoding, its key appended first, and all of them by one call with gradients."""
+    """Each decoding step appends a token's key and then attends; one call with gradients computes all tokens."""
     n, (q, k, v) = 1100, (torch.randn(1, 1100, heads, 128, device="cuda").bfloat16() for heads in (8, 2, 2))
     trained = attention(q.requires_grad_(), k, v, causal=True, same_bits=True).detach()
     caches = [torch.zeros(1, 2048, 2, 128, device="cuda").bfloat16() for _ in range(2)]

@@ -16,7 +16,7 @@ COMMAND = (sys.executable, "-m", "tests.gpu.sanitized")
 
 
 ENDS_ALONE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""Without its cache torch's allocator does not round sizes: nothing is read beyond an allocation of unaligned rows."""
+"""Without its cache, torch's allocator does not round sizes, so any read past unaligned rows is detected."""
 RUNS = [("memcheck", (), {}), ("racecheck", (), {}), ("memcheck", ("ends",), ENDS_ALONE)]
 
 

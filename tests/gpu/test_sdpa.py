@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention with the kernels active: each backend, against float64 and PyTorch's own."""
+"""PyTorch's scaled_dot_product_attention with the kernels active: every backend, against float64 and stock PyTorch."""
 
 import contextlib
 import itertools
@@ -57,7 +57,7 @@ def with_gradients(out, inputs, bias):
 
 
 def defined(dtype, inputs, bias, *, is_causal=False, scale=None, dropout="", rng_state=None):
-    """The same by the reference, every step in ``dtype``; dropout: the mask of a probability of 0.3."""
+    """Results by the reference, every step in ``dtype``; dropout: the mask for a probability of 0.3."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
     if bias is not None and bias.dtype == torch.bool:
         bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device).masked_fill(~bias, -torch.inf)
@@ -134,7 +134,7 @@ def test_masks_of_any_shape(name, kind):
         mask = numbers.masked_fill(numbers < 0, torch.finfo(BF16).min)
         mask[..., -1, :] = torch.finfo(BF16).min
     with sdpa.active(), sdpa_kernel(BACKENDS["efficient"]):
-        actual = [results(inputs, mask) for _ in range(2)][1]  # by prepared launches
+        actual = [results(inputs, mask) for _ in range(2)][1]  # the second call uses prepared launches
     both_served("efficient")
     whole = mask if mask.dim() == 4 else mask[None, None]
     check_results(actual, inputs, whole)
@@ -256,7 +256,7 @@ def test_a_backward_of_pytorchs_forward_with_dropout(backend):
 
 
 def test_dropout_by_default_is_served():
-    """As a training calls it, whichever backend PyTorch chooses."""
+    """The call is the usual one in training; PyTorch may choose any backend."""
     inputs = tensors(333, order="bhsd")
     with sdpa.active():
         for _ in range(3):
@@ -285,7 +285,7 @@ RUN = """if True:
 
 
 def test_a_program_that_is_run(tmp_path):
-    """It starts CUDA itself, after it has chosen a GPU and forked."""
+    """The program starts CUDA itself, after it has chosen a GPU and forked."""
     path, results = tmp_path / "program.py", tmp_path / "out.json"
     path.write_text(RUN)
     command = [sys.executable, "-m", "cute_attn", "run", "--shadow", "1", "--json", str(results), str(path)]
@@ -378,7 +378,7 @@ def test_a_call_on_another_gpu_than_the_current_one():
 @pytest.mark.unguarded
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_function_in_cuda_graphs(backend):
-    """torch warms a graph up on a stream of its own, in memory that nothing may keep."""
+    """torch warms a graph up on a separate stream, in memory that nothing may keep alive."""
     torch.compiler.reset()
     q, k, v = (x.detach() for x in tensors(order="bhsd"))
     sdpa.activate(unsupported="error")
@@ -395,7 +395,7 @@ def test_a_compiled_function_in_cuda_graphs(backend):
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"dropout_p": 0.5}], ids=str)
 @pytest.mark.parametrize("what", EMPTY)
 def test_scaled_dot_product_attention_of_nothing(what, options):
-    """PyTorch's cuDNN attention returns None where there is no sequence."""
+    """PyTorch's cuDNN attention returns None if there is no sequence."""
     sizes = EMPTY[what]
     shapes = [
         (sizes.batch, sizes.nheads, rows, sizes.head_dim) for rows in (sizes.seqlen_q, *[sizes.seqlen_k] * 2)

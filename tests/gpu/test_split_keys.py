@@ -69,7 +69,7 @@ class Call:
         return attention_with_kvcache(self.q, self.k, self.v, return_lse=True, **self.options | options)
 
     def expected(self, causal=False, window=(None, None), softcap=0.0, **tensors):
-        """By the definition in fp32."""
+        """Results by the definition in fp32."""
         mask = "causal" if causal else "window" if window != (None, None) else ""
         bounds = (UNBOUNDED if bound is None else bound for bound in window)
         lengths = ref.Lengths(int32(*self.lengths), self.options["cache_leftpad"], self.cu_q)
@@ -82,7 +82,7 @@ class Call:
         assert_near(found, self.expected(**options))
 
     def paged(self, page, heads_first=False):
-        """The same cache in shuffled pages; table entries that no sequence uses are absurd."""
+        """The same cache in shuffled pages; table entries that no sequence uses are invalid."""
         per_entry, pages = -(-self.capacity // page), []
         order = list(range(len(self.lengths) * per_entry + 3))
         random.Random(0).shuffle(order)
@@ -105,7 +105,7 @@ class Call:
         return pages, table.cuda()
 
     def run_paged(self, page, heads_first=False, **options):
-        """In pages; contiguous where a page has no rows."""
+        """Run a call with a paged cache; if a page has no rows, with a contiguous one."""
         if not page:
             return self.run(**options)
         (k, v), table = self.paged(page, heads_first)
@@ -141,7 +141,7 @@ CALLS = {
         f"group-of-{n}": (((70, 0, 1500), (2, 2, 2)), {"heads": (2 * n, 2)}, CAUSAL)
         for n in (1, 3, 5, 7, 8, 12, 48, 80)
     },
-    # Prefill beside decoding, and sequences without queries.
+    # Prefill and decoding in one call, and sequences without queries.
     "packed": (((300, 900, 0, 77, 1, 2000), (300, 1, 2, 0, 3, 64)), {}, CAUSAL),
     **{
         f"d{d}x{dv}": (((70, 0, 1500), (2, 2, 2)), {"dims": (d, dv)}, {})
@@ -158,7 +158,7 @@ CALLS = {
         )
     },
 }
-"""Lengths and queries, what else a Call has, and options."""
+"""Lengths and queries, other fields of a Call, and options."""
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -179,7 +179,7 @@ def test_calls(name, split, arch):
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("queries", [(4,) * 4, (33, 1, 0, 70)], ids=str)
 def test_trees_of_draft_tokens(queries, page, split, arch):
-    """Across key blocks, in words of bits, with fewer keys than queries; the last sequence has a leftpad."""
+    """Tree masks across key blocks and words of bits, with fewer keys than queries; the last sequence has a leftpad."""
     call = Call((64, 3, 900, 2100), queries, leftpad=(0, 0, 0, 2050))
     bits = torch.randint(-(2**31), 2**31, (sum(queries), 3), device="cuda").int()
     options = {"tree_mask": bits, "kernel": arch, **split}
@@ -198,7 +198,7 @@ def test_trees_of_draft_tokens(queries, page, split, arch):
 )
 @pytest.mark.parametrize("queries", [1, 3, 70])
 def test_stream_k_of_rows_that_start_anywhere(queries, dims, dtype, monkeypatch):
-    """And of fp32, by the Ampere kernel; in pages as well, and again."""
+    """fp32 as well, by the Ampere kernel; also with pages, and from a record."""
     monkeypatch.setattr(split_kv, "_best_split", lambda *given: split_kv.Split("stream_k"))
     machine.forget_plans(monkeypatch)
     call = Call((1, 0, 63, 700, 2049, 5000), (queries,) * 6, dims=dims)
@@ -281,7 +281,7 @@ def test_pages_of_any_size(queries, page, split):
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 1, 16])
 def test_leftpad(page, split, arch):
-    """As the rest of the cache alone; rows and pages before it are NaN, and their table entries absurd."""
+    """Results equal the ones on the rest of the cache; earlier rows and pages are NaN, their table entries invalid."""
     if arch != "sm80" and page % split_kv.BOX_ROWS:
         pytest.skip("Ampere's kernel loads such pages")
     call = Call((1, 70, 700, 1030, 500), (2,) * 5, leftpad=(0, 64, 333, 1029, 500))

@@ -45,7 +45,7 @@ NEARER = {
 
 
 def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Any, Any, str]]:
-    """What the fixture ``built`` builds in parallel."""
+    """Kernels for the fixture ``built`` to build in parallel."""
     entry = params.get("entry")
     if entry is not None and target in registry.RUNS_ON[entry.arch]:
         yield entry.traits(*params.get("dim_and_mask", (64, True))), params.get("tile"), target
@@ -74,7 +74,7 @@ def test_gradients_of_a_level(entry: Entry, shape: str, dim_and_mask: tuple[int,
 
 @pytest.mark.parametrize("number", [number for number in NEARER if LEVELS[number] in HERE])
 def test_an_epilogue_changes_the_scores(number: int) -> None:
-    """LSE tells a wrong query, which shifts all scores of its row alike: the softmax is the same."""
+    """LSE reveals a wrong query: it shifts all scores of a row equally, which leaves the softmax unchanged."""
     shapes = ((200, 4), (300, 2), (300, 2))
     q, k, v = (randn(2, n, heads, 128, seed=i) for i, (n, heads) in enumerate(shapes))
     out, lse = attention(q, k, v, causal=True, return_lse=True, kernel=LEVELS[number].name + "_nearer")

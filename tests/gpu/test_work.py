@@ -1,4 +1,4 @@
-"""Work on the card: which work tiles are replayed, and that no result depends on who computes what, beside what."""
+"""Work on the card: which work tiles are replayed, and that no result depends on the schedule or on other streams."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.once
 ARCHS = runnable_archs()
 SPECULATIVE = [arch for arch in ARCHS if arch == "sm90"]
 OTHER_LENGTHS = ((1300, 1300), (7, 70), (0, 40), (300, 300))
-"""Of packed sequences: queries, and keys before more are added."""
+"""Lengths of packed sequences: queries, and keys before the append."""
 
 
 class Replays:
@@ -43,7 +43,7 @@ def more_keys(case: Case, more: int) -> Case:
 
 
 def normal_cases():
-    """Every kernel once: short sequences and long ones, which have tiles of their own, and packed ones."""
+    """Every kernel once: short sequences, long ones, which have different tiles, and packed ones."""
     masks = {"causal": {"causal": True}}
     masks |= {f"window-{a}-{b}": {"window": (a, b)} for a, b in ((1024, 127), (100, 63), (7, 255))}
     packed = dict(zip(("lengths_q", "lengths_k"), zip(*OTHER_LENGTHS, strict=True), strict=True))
@@ -59,7 +59,7 @@ def normal_cases():
 @pytest.mark.parametrize("arch", SPECULATIVE)
 @pytest.mark.parametrize("case", list(normal_cases()), ids=lambda case: case.name)
 def test_nothing_is_replayed_of_normal_inputs(case, arch):
-    """However the diagonal lies in key blocks of 64, 80, 96 or 128."""
+    """This holds wherever the diagonal crosses key blocks of 64, 80, 96 or 128."""
     for more in (0, 1, 63, 64, 127, 128, 191, 255) if case.causal else (0, 1, 64):
         problem = more_keys(case, more).build("cuda", seed=more)
         with Replays() as replays:
@@ -125,7 +125,7 @@ RISES = [(case, nats) for case in RISING for nats in (15, 40, 200) if nats > 15 
 @pytest.mark.parametrize("arch", SPECULATIVE)
 @pytest.mark.parametrize(("case", "nats"), [pytest.param(*x, id=f"{x[0].name}-{x[1]}") for x in RISES])
 def test_scores_that_rise_beyond_frozen_maxima_are_replayed(case, arch, nats):
-    """By more than 2^40: by as much as fp32 still holds, and by more; of fp16 by e^15, which is nothing to bf16."""
+    """Scores rise by more than 2^40: as far as fp32 can hold, and further; in fp16 by e^15, which bf16 can hold."""
     problem = rising(case, nats)
     with Replays() as replays:
         actual = problem.run(kernel=arch)
@@ -139,7 +139,7 @@ AGAIN = [case for case in RISING if case.name.endswith(("d64-causal", "d128-caus
 @pytest.mark.parametrize("arch", SPECULATIVE)
 @pytest.mark.parametrize("case", AGAIN, ids=lambda case: case.name)
 def test_launches_after_a_replay_are_as_those_before(case, arch):
-    """The counters that launches of a stream share are as they were."""
+    """The counters that a stream's launches share are unchanged afterwards."""
     plain, problem = case.build("cuda"), rising(case, 60.0)
     expected_plain = plain.run(kernel=arch)
     with Replays() as first:
@@ -156,7 +156,7 @@ def test_launches_after_a_replay_are_as_those_before(case, arch):
 @pytest.mark.parametrize("arch", SPECULATIVE)
 @pytest.mark.parametrize("case", AGAIN, ids=lambda case: case.name)
 def test_a_graph_replays_work_tiles_too(case, arch):
-    """A graph of two launches, whose inputs change between its replays from such as need it to others and back."""
+    """A graph of two launches, whose inputs change between replays from ones that need a replay to others, and back."""
     plain, problem = case.build("cuda"), rising(case, 60.0)
     expected = [x.run(kernel=arch) for x in (problem, plain)]
     static = replace(problem, tensors=tuple(x.clone() for x in problem.tensors))
@@ -176,7 +176,7 @@ def test_a_graph_replays_work_tiles_too(case, arch):
 
 PACKED = {"lengths_q": (3, 0, 10, 4), "lengths_k": (9, 3, 12, 1), "causal": True}
 NUMBERED = Case("few-tokens", **PACKED, **FEATURES["mem_efficient"])
-"""Its mask numbers scores by the stated maxima, so that kernels take them as they are."""
+"""Its mask numbers scores by the stated maximum lengths, so kernels use these as given."""
 
 
 def stated(problem, longest):
@@ -185,7 +185,7 @@ def stated(problem, longest):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("op", ["backward"])  # is built beside the forward
+@pytest.mark.parametrize("op", ["backward"])  # built along with the forward
 @pytest.mark.parametrize("case", [NUMBERED], ids=lambda case: case.name)
 def test_stated_maxima_that_count(case, op, arch):
     problem = stated(case.build("cuda"), 2**23)
@@ -228,7 +228,7 @@ BESIDE = [
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("case", BESIDE, ids=lambda case: case.name)
 def test_two_streams_at_a_time_give_the_same_bits(case, arch):
-    """Each claims its work tiles from counters of its own, also while the other one's are replayed."""
+    """Each stream claims its work tiles from separate counters, also while the other stream replays."""
     other = rising(RISING[1], 60.0)
     problems = [case.build("cuda"), other if arch in SPECULATIVE else RISING[1].build("cuda")]
     expected = [problem.run(kernel=arch) for problem in problems]

@@ -30,7 +30,7 @@ def reason_to_decline(op: str, arch: str, tile: str, case: Case, target: str) ->
 
 
 def tile_cases(op: str, tiles: Mapping[str, Declined]) -> list[Any]:
-    """(arch, tile, case) for each tile and case of ``tiles``; fails where a case is declined but not listed.
+    """(arch, tile, case) for each tile and case of ``tiles``; fails if a case is declined but not listed.
 
     Cases that only a smaller GPU's shared memory declines are skipped.
     """

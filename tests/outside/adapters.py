@@ -1,4 +1,4 @@
-"""What a suite's tests run on: each adapter is called once, before pytest imports the tests."""
+"""The functions that a suite's tests run on: each adapter is called once, before pytest imports the tests."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ def installed(folder: Path) -> None:
 
     for name in [n for n in sys.modules if n.partition(".")[0] in OURS]:
         del sys.modules[name]
-    ours.find_spec = lambda name: None  # a part of FlashAttention, such as flash_attn.cute, may be installed
+    ours.find_spec = lambda name: None  # perhaps only a subpackage is installed, such as flash_attn.cute
     ours.install()
 
 
@@ -64,7 +64,7 @@ def flash_attn_4(folder: Path) -> None:
 
 
 def stock(folder: Path) -> None:
-    """What the tests were written for, or choose themselves."""
+    """The library that the tests were written for, or that they choose themselves."""
 
 
 def mend(module: ModuleType) -> None:

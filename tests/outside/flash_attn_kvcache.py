@@ -37,7 +37,7 @@ _MAX_MERGED_DIM = 256
 
 
 def fa3(folder: Path) -> None:
-    """``flash_attn_interface``; FlashAttention-3's tests import helpers beside them, in ``hopper``."""
+    """Provide ``flash_attn_interface``; FlashAttention-3's tests also import helpers from the folder ``hopper``."""
     _forget("flash_attn_interface", "flash_attn")
     _module("flash_attn", folder / "flash_attn")  # for its rotary embedding
     interface = _module("flash_attn_interface")
@@ -98,7 +98,7 @@ def _no_metadata(*args: Any, **kwargs: Any) -> None:
 
 
 def _refuse(**arguments: Any) -> None:
-    """Skip the test where an argument that no kernel here takes is given."""
+    """Skip the test if it passes an argument that no kernel of the package supports."""
     for name, value in arguments.items():
         if isinstance(value, Tensor) or value not in (None, False, 0):
             pytest.skip(f"no kernel here takes {name}")
@@ -118,7 +118,7 @@ def _refuse_merging(out_partial: Tensor) -> None:
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
-    """Bounds as numbers, None for none; FlashAttention-4 has negative ones, which no kernel here takes."""
+    """Bounds as numbers, None for none. FlashAttention-4 also has negative ones, which no kernel here supports."""
     left, right = (None if x is None else int(x) for x in window_size)
     return left, 0 if causal else right
 
@@ -172,7 +172,7 @@ def _packed(
 
 
 def _skipping(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which skips the test where it raises that no kernel here computes this."""
+    """``function``, which skips the test if it raises that no kernel here computes the call."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ def _fa4_varlen(
     aux_tensors: Any = None,
     **hints: Any,
 ) -> tuple[Tensor, Tensor]:
-    """hints: what changes no result, such as pack_gqa, scheduler_metadata and return_lse."""
+    """hints: arguments that change no result, such as pack_gqa, scheduler_metadata and return_lse."""
     _refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, mask_mod=mask_mod)
     _refuse(block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors)
     _refuse_dtype(q)
@@ -256,7 +256,7 @@ def _fa4_varlen(
 def _fa4_forward(
     q: Tensor, k: Tensor, v: Tensor, *args: Any, return_lse: bool = False, **options: Any
 ) -> tuple[Any, ...]:
-    """``_flash_attn_fwd``: out, lse and two that only other functions of FlashAttention-4 read."""
+    """``_flash_attn_fwd``: out, lse and two results that only other functions of FlashAttention-4 read."""
     if args:
         pytest.skip("positional arguments of an internal function")
     window = (options.pop("window_size_left", None), options.pop("window_size_right", None))
@@ -278,7 +278,7 @@ def _fa4_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows are merged one by one, so that lengths, which say which rows need not be, change nothing.
+    """Rows are merged one by one, so lengths, which only tell which rows to skip, change nothing.
 
     lse_partial and the result's LSE have heads last.
     """

@@ -13,7 +13,7 @@ import transformers
 for parent, child, mixin in (
     ("exporters", "test_export", "ExportTesterMixin"),
     ("generation", "test_utils", "GenerationTesterMixin"),
-):  # what the file imports beside
+):  # other imports of the file
     for name in (f"tests.{parent}", f"tests.{parent}.{child}"):
         sys.modules.setdefault(name, ModuleType(name))
     vars(sys.modules[f"tests.{parent}.{child}"])[mixin] = type(mixin, (), {})
@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Gemma2": {"head_dim": 32, "sliding_window": 20, "query_pre_attn_scalar": 32},
     "Qwen3": {"head_dim": 32},
 }
-"""Decoders of text, and what their configurations have beside sizes."""
+"""Text decoders, with the fields of their configurations other than sizes."""
 
 
 class Tester:
@@ -56,13 +56,13 @@ class Tester:
         )
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
-        """Tokens, of which none is padding, and a mask."""
+        """Tokens without padding, and a mask."""
         ids = torch.randint(3, 99, (self.batch_size, self.seq_length), device=torch_device)
         return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 class ViTTester(Tester):
-    """Of an encoder of images."""
+    """A tester of an image encoder."""
 
     seq_length, num_masks, mask_length = 65, 7, 64
 
@@ -85,7 +85,7 @@ class ViTTester(Tester):
 
 
 class WhisperTester(Tester):
-    """Of an encoder of sound with a decoder of text, which attends to it."""
+    """A tester of an audio encoder with a text decoder that attends to it."""
 
     encoder_seq_length, is_training = 30, False  # the mixin gives it no labels
 

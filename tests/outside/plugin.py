@@ -91,7 +91,7 @@ def _lend(module: str, name: str) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parameters of a sample, or of ORDER.ids, where there are too many to list: the tests stay as they are."""
+    """Generate only the parameters of a sample, or of ORDER.ids, if there are too many; tests are unchanged."""
     marks = list(metafunc.definition.iter_markers("parametrize"))
     axes = [
         (mark.args[0], list(mark.args[1]))

@@ -54,7 +54,7 @@ class Outcome:
     tail: str = ""
 
     def counts(self) -> Counter[str]:
-        """Tests by what happened; "fell through" passed without a kernel of ours."""
+        """Number of tests by outcome; "fell through" passed without a kernel of the package."""
         found: Counter[str] = Counter()
         for test, (outcome, _) in self.tests.items():
             served, others = self.calls.get(test, (0, {}))
@@ -93,7 +93,7 @@ class Worker:
     process: subprocess.Popen | None = None
 
     def start(self, suite: Suite, folder: Path, done: list[str]) -> None:
-        """Run what is not yet done."""
+        """Start a process for the tests that have not run yet."""
         path = os.pathsep.join(
             [str(ROOT), str(ROOT / "tests"), str(folder), os.environ.get("PYTHONPATH", "")]
         )
@@ -105,7 +105,7 @@ class Worker:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
 
     def lines(self) -> list[dict[str, Any]]:
-        """What it wrote."""
+        """The lines that the process has written."""
         results = Path(self.order["results"])
         return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
@@ -145,7 +145,7 @@ def run_suite(suite: Suite, suites: Path, options: argparse.Namespace) -> Outcom
 
 
 def _lines(path: Path | None) -> list[str]:
-    """Tests that a file names, each once."""
+    """The tests that a file names, each once."""
     lines = [] if path is None else path.read_text().splitlines()
     return list(dict.fromkeys(filter(None, map(str.strip, lines))))
 
@@ -175,7 +175,7 @@ def _watch(workers: list[Worker], suite: Suite, folder: Path, end: float) -> dic
 
 
 def gather(lines: list[dict[str, Any]], crashed: dict[str, str]) -> Outcome:
-    """What workers wrote; crashed: tests in which one died."""
+    """Collect the workers' lines; crashed: tests in which a worker died."""
     outcome = Outcome()
     for line in lines:
         if "collected" in line:
@@ -216,7 +216,7 @@ WHAT = ("passed", "failed", "fell through", "skipped", "not reached")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line; --help lists the files that each suite wants."""
+    """The command line's parser; --help lists the files that each suite needs."""
     files = "".join(
         f"\n  {name}: SUITES/{suite.folder}\n    {suite.source}"
         + (f"\n    modules: {', '.join(suite.needs)}" if suite.needs else "")
@@ -242,7 +242,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run and print; 1 where a test failed."""
+    """Run and print; returns 1 if a test failed."""
     options = parser().parse_args(arguments)
     unknown = [name for name in options.names if name not in SUITES]
     if unknown:

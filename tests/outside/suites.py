@@ -1,4 +1,4 @@
-"""The suites that others wrote: where each lies in the folder of suites, which of its tests run, and on what."""
+"""Test suites that others wrote: the folder of each, which of its tests run, and on which functions."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -34,7 +34,7 @@ def _elu(input: Tensor, alpha: float = 1.0, inplace: bool = False) -> Tensor:
 
 
 def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor:
-    """The input between the bounds; at a bound the derivative is 0, unlike that of clamp."""
+    """The input between the bounds; at a bound the derivative is 0, unlike the derivative of clamp."""
     return torch.where(input >= max_val, max_val, torch.where(input <= min_val, min_val, input))
 
 
@@ -43,7 +43,7 @@ def _float(x: Any) -> Any:
 
 
 def _of_floats(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function with its integers converted to floats first: their own arithmetic would wrap."""
+    """The function with its integers converted to floats first: integer arithmetic would wrap."""
     return lambda *inputs, **options: function(*map(_float, inputs), **options)
 
 
@@ -55,7 +55,7 @@ def _asinh(input: Tensor) -> Tensor:
 
 
 def _logaddexp(input: Tensor, other: Tensor) -> Tensor:
-    distance = torch.where(input == other, 0.0, input - other)  # also of two infinities
+    distance = torch.where(input == other, 0.0, input - other)  # 0 for two equal infinities
     return torch.maximum(input, other) + torch.log1p(torch.exp(-torch.abs(distance)))
 
 
@@ -179,7 +179,7 @@ COMPOSED: dict[str, Callable[..., Tensor]] = {
     "isposinf": lambda input: input == math.inf,
     "isneginf": lambda input: input == -math.inf,
     "nan_to_num": _nan_to_num,
-    # functions of several
+    # functions of several operands
     "hypot": _of_floats(lambda input, other: torch.sqrt(input * input + other * other)),
     "logaddexp": _logaddexp,
     "logaddexp2": lambda input, other: _logaddexp(input * math.log(2), other * math.log(2)) / math.log(2),

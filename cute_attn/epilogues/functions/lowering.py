@@ -37,7 +37,7 @@ from cute_attn.epilogues.functions.operations import (
 )
 
 _QUOTIENTS = {"div": "quotient", "floordiv": "floor_quotient", "mod": "remainder", "fmod": "fmod"}
-"""Operations of floats -> those of the device, on the operands and the divisor's reciprocal."""
+"""Operations of floats -> the device's operations, on the operands and the divisor's reciprocal."""
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 """The comparison of b and a that is equal to a comparison of a and b."""
 _EXACT = 1 << 24

@@ -152,7 +152,7 @@ def _abs(d: _Derivative, x: Node, a: Node, da: Any) -> Node | None:
 
 
 def _extreme(first: str, second: str) -> SlopeRule:
-    """The derivative of the operand that compares as ``first``; the mean of both where they are equal, as in torch."""
+    """The derivative of the operand that compares as ``first``; the mean of both if they are equal, as in torch."""
 
     def rule(d: _Derivative, x: Node, a: Node, b: Node, da: Any, db: Any) -> Node | None:
         mean = d.mul(d.add(da, db), d.graph.const(0.5))
@@ -163,7 +163,7 @@ def _extreme(first: str, second: str) -> SlopeRule:
 
 
 def _clamp(inside: str) -> SlopeRule:
-    """The derivative of the value where it is within the bound, as in torch's clamp; else that of the bound."""
+    """The derivative of the value if it is within the bound, as in torch's clamp; else the derivative of the bound."""
     return lambda d, x, a, b, da, db: d.where(d.graph.compare(inside, a, b), da, db)
 
 
@@ -237,7 +237,7 @@ def exact_bounds(node: Node, args: Sequence[Bounds]) -> Bounds:
         dtype = node.dtype or "int32"
         return (-ELEMENT, ELEMENT) if dtype == "int32" else RANGES[dtype]
     if node.op == "cast" and node.dtype == "int64" and node.args[0].op == "load" and node.args[0].kind == INT:
-        return RANGES[node.args[0].dtype]  # a function that asks for 64 bits has large elements
+        return RANGES[node.args[0].dtype]  # a function that converts to 64 bits has large elements
     row = OPERATIONS.get("sub" if node.op == "distance" else node.op)
     return _ANY if row is None or row.bounds is None else row.bounds(*args)
 

@@ -61,7 +61,7 @@ class Nodes:
             return self._number(node, value)
         try:
             return kind(value)
-        except RuntimeError as error:  # of the compiler: it depends on a tensor's value
+        except RuntimeError as error:  # the compiler's: the number depends on a tensor's value
             raise TypeError(
                 f"a function asks for the number of a tensor's value ({error}); accepted: the tensor"
             ) from None
@@ -151,7 +151,7 @@ class Program:
             given = (given[0], tuple(index))
         args, kwargs = map_arg((given, node.kwargs), lambda x: self._value(x, values, name in _ARITHMETIC))
         if name in _CLAMPS and any(isinstance(x, Tensor) for x in (*args[1:], *kwargs.values())):
-            args, kwargs = map_aggregate((args, kwargs), recorder.as_tensor)  # torch takes no mixture
+            args, kwargs = map_aggregate((args, kwargs), recorder.as_tensor)  # torch allows no mixture
         if node.op == "call_function":
             return node.target(*args, **kwargs)  # type: ignore[operator]
         if node.op == "call_method":

@@ -1,4 +1,4 @@
-"""A trace's placeholders for tensors: scalars, and captured tensors of which some dimensions are indexed."""
+"""A trace's placeholders for tensors: scalars, and captured tensors with some dimensions indexed."""
 
 import functools
 import operator
@@ -35,7 +35,7 @@ class Traced(Tensor):
 
     recorder: "Recorder"
     made: Tensor | None = None
-    """For a number: the tensor that the function made of it."""
+    """For a number: the tensor that the function made from it."""
 
     @staticmethod
     def _of(cls: Any, recorder: "Recorder", shape: Sequence[int], dtype: torch.dtype) -> Any:
@@ -128,7 +128,7 @@ def first_traced(x: Any) -> "Symbol | Row | None":
 
 
 class Kind(NamedTuple):
-    """The dtype and rank of a tensor of one element, for torch's own checks of arguments."""
+    """The dtype and rank of a tensor of one element, for torch to check arguments with."""
 
     dtype: torch.dtype
     rank: int

@@ -200,7 +200,7 @@ def _pow(t: "Recorder", input: Any, exponent: Any) -> Node:
     if power.op == "const" and power.value in range(1, _MOST_FACTORS + 1):
         return _power(g, g.promoted(x, least=power.kind)[0], int(power.value))
     if FLOAT not in (x.kind, power.kind):
-        raise Refused  # of integers: a loop
+        raise Refused  # a power of integers would need a loop
     if power.op == "const" and -power.value in range(1, _MOST_FACTORS + 1):
         return g.binary("div", g.const(1.0), _power(g, x, -int(power.value)), FLOAT)
     if x.op == "const" and x.value > 0:

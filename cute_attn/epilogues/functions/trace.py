@@ -402,7 +402,7 @@ class Recorder(TorchFunctionMode):
         if in_place:
             return first
         if dtype and node.kind == FLOAT and node.op != "const" and self.dtype_of(node) != dtype:
-            node = self.graph.cast(node, FLOAT, dtype_name(dtype))  # what replaces it may promote otherwise
+            node = self.graph.cast(node, FLOAT, dtype_name(dtype))  # its replacement may promote otherwise
         detaches = name in ("detach", "data")
         if name in of_torch.ALIASES and isinstance(first, Symbol) and not _copies(args, kwargs):
             if node is first.node or (first.own_dtype == dtype and not detaches):
@@ -533,7 +533,7 @@ class Recorder(TorchFunctionMode):
                 f"indexes a tensor of {dimensions} dimensions by {used} integers", "one for each dimension"
             )
         items[whole[0] : whole[0] + 1] = [slice(None)] * (dimensions - used)
-        cut: list[slice | None] = []  # what torch does before: slices, and new dimensions
+        cut: list[slice | None] = []  # torch applies these first: slices, and new dimensions
         nodes: list[Node | None] = []
         for axis, own in enumerate(row.places):
             while own is None and items[0] is None:

@@ -24,7 +24,7 @@ class BlockLoad:
     seqlen_q: Int32
     thread: Int32
     num_threads: Constexpr
-    stored_terms: Constexpr = 1  # of an operand: lo follows hi in a row of g, and in the stages of s
+    stored_terms: Constexpr = 1  # terms of an operand: lo follows hi in a row of g, and in the stages of s
 
     @cute.jit
     def start(self, block: Int32, stage: Int32) -> None:
@@ -47,7 +47,7 @@ class BlockLoad:
             tuple(cute.size(x, mode=[i]) for i in range(n)) for x, n in ((self.s_row, 2), (self.s, 3))
         )
         size = self.s.element_type.width // 8
-        length = 16 // size  # of a vector
+        length = 16 // size  # elements of a vector
         per_row = 8 if cols * size % 128 == 0 else 4
         row_step, col_step = self.num_threads // per_row, per_row * length
         thread = below_1024(rematerialize(self.thread))

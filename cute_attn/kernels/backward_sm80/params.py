@@ -39,9 +39,7 @@ class BackwardParams:
     score_args: tuple
     order: KeyTileOrder
     skipped: Int32  # key blocks of each CTA that launches before this one computed
-    scales: (
-        cute.Tensor | None
-    )  # of operands in terms, and of the kernel that computes where they do not serve
+    scales: cute.Tensor | None  # scales of operands in terms; the fallback kernel has them too
 
     def key_tile(self, index: Int32) -> KeyTiles:
         """The key tiles of CTA ``index``."""

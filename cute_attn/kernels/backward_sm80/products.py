@@ -38,7 +38,7 @@ class Operands:
     ds_t: Operand | None
     q_t: Operand
     ds: Operand
-    k_ts: tuple[Operand, ...]  # of each of dQ's passes
+    k_ts: tuple[Operand, ...]  # K for each of dQ's passes
     p_out: SmemResult | None
     ds_out: SmemResult
 
@@ -174,7 +174,7 @@ class Products:
     ) -> Any:
         """An operand in ``s``, (rows, cols, stage); ``transpose``: K is along the rows. paired: see ``Fp32Operand``.
 
-        whole: the tile of which ``s`` is a range of columns, or None for ``s``.
+        whole: the tile that contains ``s`` as a range of columns, or None for ``s``.
         """
         view = layouts.transposed(s) if transpose else s
         if self.of_fp32:

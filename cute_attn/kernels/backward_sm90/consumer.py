@@ -186,7 +186,7 @@ class Consumer:
         """Store the first ``rows`` keys of a key tile to varlen ``target``."""
         kernel, tile = self.kernel, self.kernel.tile
         cols = tile.columns_of(head_dim)
-        # Which need not be a multiple of the rows of one copy.
+        # The tile's rows need not be a multiple of the rows of one copy.
         rows = cutlass.min(rows, tile.tile_n)
         plane = sequence(target, key_tile.batch, key_tile.head_dkv, key_tile.info.offset_k, True)
         for part in cutlass.range_constexpr(tile.cluster):

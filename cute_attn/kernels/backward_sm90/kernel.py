@@ -210,7 +210,7 @@ class BackwardSm90:
         return replace(self, tile=fit[0]) if fit else self
 
     def _tiles_of_rows(self, seqlen_q: int) -> list[BackwardSm90Tile]:
-        """The tile; for the default one also those of 64 queries, which come first if they compute far fewer rows."""
+        """The tile; for the default one also tiles of 64 queries, which come first if they compute far fewer rows."""
         if self.tile.tile_m == FEW_ROWS or self.tile != BackwardSm90.default_tile(self.traits, "sm90"):
             return [self.tile]
         wanted = (FEW_ROWS, self.tile.bias_stages, self.tile.mask_warps)

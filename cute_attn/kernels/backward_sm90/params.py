@@ -42,8 +42,8 @@ class BackwardStorage:
     pipeline_q: Pipeline
     pipeline_do: Pipeline
     pipeline_mask: Pipeline
-    ds_buffer: SharedDoubleBuffer  # of s_ds, unless p_in_smem
-    dq_staging: DqStaging  # of s_dq
+    ds_buffer: SharedDoubleBuffer  # for s_ds, unless p_in_smem
+    dq_staging: DqStaging  # for s_dq
     work: KeyTileBroadcast
     cluster_claims: ClusterClaims
     bias: Any  # TmaBiasOfQueries, in Q's pipeline, or None
@@ -97,12 +97,12 @@ class BackwardOutputs:
 class Fragments:
     """A warpgroup's wgmma operands and accumulators."""
 
-    a_scores: cute.Tensor  # of S and dP
+    a_scores: cute.Tensor  # operands of S and dP
     b_scores: cute.Tensor
     a_dp: cute.Tensor
     b_dp: cute.Tensor
-    do: cute.Tensor  # of dV
-    q: cute.Tensor  # of dK
+    do: cute.Tensor  # operand of dV
+    q: cute.Tensor  # operand of dK
     a_dq: cute.Tensor
     b_dq: cute.Tensor
     p_smem: cute.Tensor | None  # P and dS as operands of dV and dK, with p_in_smem

@@ -164,7 +164,7 @@ class TurnGiver:
 class PhiloxProducer(BackwardRole):
     """One of ``mask_warps`` warps: generates some of every step's mask, up to ``MASK_STAGES`` steps ahead."""
 
-    number: Int32  # of the warp among them
+    number: Int32  # index of the warp among them
 
     def begin_head(self, key_tile: KeyTile, head: Int32) -> ScoreState:
         """The mask's key and counters."""

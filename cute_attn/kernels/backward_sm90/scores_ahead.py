@@ -44,7 +44,7 @@ class ScoresAhead:
             self.start_s(acc_s, begin)
             warpgroup.wait_group(0)
             self.send_s(acc_s, head.use_of(begin))
-            step, last = functools.partial(self.step, acc_s), end - 1  # which has no next S
+            step, last = functools.partial(self.step, acc_s), end - 1  # the last step has no next S
             full_begin, full_end = cutlass.min(full_begin, last), cutlass.min(full_end, last)
             steps(step, begin, full_begin, True)
             steps(step, full_begin, full_end, False)
@@ -128,7 +128,7 @@ class ScoresAhead:
         head.zero_queries_out_of_bounds(head.blocks.block(block), n, q=False)
         if cutlass.const_expr(kernel.dp_starts_from_d):
             minus_d = head.row_values(head.shared.s_minus_d, pipeline, n)
-            if cutlass.const_expr(kernel.tile.cluster > 1):  # once in the sum
+            if cutlass.const_expr(kernel.tile.cluster > 1):  # only one CTA adds it to the sum
                 minus_d.store(minus_d.load() * Float32(kernel.part() == 0))
             start_from(head.score_map.view(acc_dp), minus_d)
         head.start_scores(op.a_dp, op.b_dp, acc_dp, pipeline.stage(n), kernel.dp_starts_from_d)

@@ -424,7 +424,7 @@ class ForwardSm80:
         )
 
     def rows_left(self, queries: Int32) -> Int32:
-        """Rows of a work tile's packed heads that are in bounds. queries: those from the tile's first on."""
+        """Rows of a work tile's packed heads that are in bounds. queries: queries left from the tile's first one on."""
         heads = self.tile.pack_heads  # times all queries left, it may exceed 32 bits
         return queries if heads == 1 else cutlass.min(queries, self.tile.queries) * heads
 

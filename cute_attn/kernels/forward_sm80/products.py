@@ -51,7 +51,7 @@ class Products:
     def operands(
         self, tiled_mma: cute.TiledMma, shared: SharedMemory, thread: Int32, scales: cute.Tensor | None
     ) -> Operands:
-        """Operands of both products in shared memory. scales: those of Q, K and V in fp16 terms."""
+        """Operands of both products in shared memory. scales: the scales of Q, K and V in fp16 terms."""
         copy_a = layouts.ldmatrix_copy_a(tiled_mma, self.dtype)
         copy_b = layouts.ldmatrix_copy_b(tiled_mma, self.dtype)
         return Operands(
@@ -103,7 +103,7 @@ class Fp32Products(Products):
         return Fp32Values(shared.v, thread, self.count, self.tile.warps_m, self.tile.warps_n)
 
     def qk(self, op: Operands, acc_s: cute.Tensor, stage: Int32, unroll: int) -> None:
-        # Of two terms at most two steps are summed from zero: four double the error of scores.
+        # With two terms, at most two steps are summed from zero: four double the error of scores.
         together = unroll if self.count == 1 else 2 - unroll % 2
         gemm(op.tiled_mma, acc_s, op.q, op.k, stage, unroll, 0, together, self.factor(op))
 
@@ -181,7 +181,7 @@ class StoredTermsProducts(Fp32Products):
 
 @dataclass(frozen=True)
 class OneTermProducts(Products):
-    """Products of one fp16 term: like those of 16-bit operands, but scaled.
+    """Products of one fp16 term: like products of 16-bit operands, but scaled.
 
     Attributes:
         folds_factor: True if the softmax applies the factor that undoes the scales of Q and K, since nothing else reads

@@ -41,7 +41,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """A CTA's shared memory. k and v are those of the thread's group: (rows, cols, stage)."""
+    """A CTA's shared memory. k and v belong to the thread's group: (rows, cols, stage)."""
 
     q: cute.Tensor
     k: cute.Tensor

@@ -91,7 +91,7 @@ def tile_for_lengths(
     if traits.bias:
         return tile
     if lists_blocks(traits.epilogues) and (traits.windowed or traits.causal):
-        # Bounds beside a list need registers; the list's blocks are multiples of 64 keys.
+        # Bounds in addition to a list need registers; the list's blocks are multiples of 64 keys.
         return dataclasses.replace(tile, tile_n=64)
     return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, seqlen_q, seqlen_k, window))
 
@@ -118,7 +118,7 @@ def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_
     if traits.windowed and tile.pack_heads > 1 and 64 < max(traits.head_dim, traits.head_dim_v) <= 128:
         wide = 96 if tile.pack_heads >= 4 else 128
         return min(tile.tile_n, 64 if window <= NARROW_WINDOW else wide)
-    first = 0  # of the keys that are visited
+    first = 0  # first key that is visited
     if traits.windowed and not (traits.varlen or traits.top_left) and seqlen_q <= tile.tile_m:
         first = max(0, seqlen_k - seqlen_q - window + 1)
     elif traits.causal or traits.windowed:  # work tiles begin and end anywhere

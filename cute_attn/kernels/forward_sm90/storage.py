@@ -210,7 +210,7 @@ def fragments_of(
 
     Args:
         s_q: Q of the rows of S.
-        columns: those of O, of all warpgroups.
+        columns: columns of O, of all warpgroups.
         s_p: P in shared memory, or None if P is an operand in registers.
     """
     tile, qk, pv = kernel.tile, kernel.mma_qk(), kernel.mma_pv()

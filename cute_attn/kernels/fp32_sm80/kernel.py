@@ -54,7 +54,7 @@ KeyRows = Annotated[
     cute.Tensor,
     lambda kernel: fakes.rows(Float16 if kernel.computes_terms else Float32, fakes.rank(kernel.traits)),
 ]
-"""mK and mV: those of the forward, or in :class:`ForwardTerms` their terms."""
+"""mK and mV: the forward's tensors, or in :class:`ForwardTerms` their terms."""
 
 
 @cute.jit

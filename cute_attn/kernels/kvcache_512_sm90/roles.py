@@ -64,7 +64,7 @@ class CacheScoreLoop(ScoreLoop):
     @cute.jit
     def publish(self, scores: ScoreTile, acc_s: cute.Tensor, n: Int32) -> None:
         self.zero_values_before_first(self.blocks.end - 1 - (n - self.uses.keys), n)
-        # By its class: in traced code, super() in a base class calls the base class's own method again.
+        # By its class: in traced code, super() in a base class calls the base class's method again.
         ScoreLoop.publish(self, scores, acc_s, n)
 
 

@@ -26,7 +26,7 @@ def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80T
     """The tile for attention with a cache."""
     largest = max(traits.head_dim, traits.head_dim_v)
     if traits.dtype == "fp32" or largest > LARGE_HEAD_DIM:
-        many = tiles_for_few_rows(traits, target)[-1]  # of 64 rows: registers hold no more
+        many = tiles_for_few_rows(traits, target)[-1]  # tiles of 64 rows: registers hold no more
     else:
         many = TABLE.first(traits, target, *keys(traits, target))
     if target in TILES_OF and largest > 192:

@@ -77,7 +77,7 @@ class CacheParams:
     grid: QueryGrid
     packs: PackedHeads
     partials: Partials | None
-    splits: cute.FastDivmodDivisorV2 | None  # number of a query block's, with split "fixed"
+    splits: cute.FastDivmodDivisorV2 | None  # number of splits of a query block, with split "fixed"
 
 
 @dataclass(frozen=True)
