@@ -183,6 +183,8 @@ def find(
         return None
     try:
         guarded = _guarded.get((key, tuple(map(type, tensors))), ())
+        if guarded and tensors[0].is_nested:
+            return None  # torch's guards end the process
         if guarded and functions and torch.cuda.is_current_stream_capturing():
             return None  # what a graph captures is held for good
         for known in guarded:

@@ -94,6 +94,7 @@ OTHERS = {
     "negative view": lambda: tensors(k=torch._neg_view(torch.randn(2, 5, 4, 8))),
     "no tensor": lambda: tensors(k=None),
     "a number": lambda: tensors(k=3),
+    "nested": lambda: tensors(q=torch.nested.nested_tensor([torch.randn(5, 4, 8)] * 2)),
 }
 
 
@@ -102,7 +103,7 @@ def test_a_different_call_finds_none(keep, name):
     keep(tensors(), NUMBERS[0])
     other = OTHERS[name]()
     assert seen(other) is None
-    if name not in ("subclass", "negative view", "no tensor", "a number"):
+    if name not in ("subclass", "negative view", "no tensor", "a number", "nested"):
         keep(other, NUMBERS[1])
         assert seen(OTHERS[name]()) == NUMBERS[1]
         assert seen(tensors()) == NUMBERS[0]
