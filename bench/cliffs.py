@@ -75,11 +75,12 @@ def _comparison(workload: str, rows: dict[str, dict[str, Any]]) -> Comparison:
 def newest(impls: Iterable[str]) -> str:
     """The package's newest kernel among them, such as "cute_attn/forward-sm90", which calls use by default.
 
+    Without a kernel it is another implementation of this package's, such as "cute_attn/tf32".
+
     Raises:
         ValueError: there is none.
     """
-    own = (impl for impl in impls if is_own(impl) and "-sm" in impl)
-    return max(own, key=lambda impl: int(impl.rpartition("-sm")[2]))
+    return max(filter(is_own, impls), key=lambda impl: int(impl.rpartition("-sm")[2]) if "-sm" in impl else 0)
 
 
 def table(result: Mapping[str, Any]) -> str:

@@ -97,17 +97,22 @@ def time_row(
 
     stage(tuple(names))
     inputs = make_inputs(row)
-    ways: dict[str, Callable[[Inputs], Any]] = {}  # by the implementation's name and variant
+    ways: dict[str, Callable[[Inputs], Any]] = {}
+    called: dict[str, tuple[str, str]] = {}  # a way's implementation, and how it is called
     errors: dict[str, str] = {}
     for name in names:
         stage((name,))
         try:
-            ways |= {f"{name}\n{how}": way for how, way in IMPLEMENTATIONS[name](row, inputs[0]).items()}
+            found = IMPLEMENTATIONS[name](row, inputs[0])
         except Exception as error:
             errors[name] = reason(error)
+            continue
+        for how, way in found.items():
+            key = f"{name}, {how}" if how else name  # as errors of other ways name it
+            ways[key], called[key] = way, (name, how)
 
     def stage_of(keys: Sequence[str]) -> None:
-        stage(tuple({key.partition("\n")[0]: None for key in keys}))
+        stage(tuple(dict.fromkeys(called[key][0] for key in keys)))
 
     def made(way: Callable[[Inputs], Any]) -> Callable[[Any, Inputs], Callable[[], Any]]:
         return lambda row, x: functools.partial(way, x)
@@ -120,12 +125,12 @@ def time_row(
             replays[key] = captured([functools.partial(ways[key], x) for x in inputs])
         except Exception as error:
             wrong[key] = f"in a CUDA graph: {first_line(error)}"
-    errors |= {key.partition("\n")[0]: error for key, error in wrong.items()}
+    errors |= {called[key][0]: error for key, error in wrong.items()}
     stage_of(tuple(replays))
     times = microseconds({key: (replay, row.copies) for key, replay in replays.items()}, milliseconds)
     lines = []
     for name in names:
-        own_times = {key.partition("\n")[2]: us for key, us in times.items() if key.startswith(f"{name}\n")}
+        own_times = {called[key][1]: us for key, us in times.items() if called[key][0] == name}
         line: dict[str, Any] = {"workload": row.name, "impl": name}
         if own_times:
             how = min(own_times, key=own_times.__getitem__)

@@ -1,11 +1,12 @@
 """Benchmarks without a GPU: rows of decoding, of drop-ins and of masks, and the package's calls for them."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from bench import decode_impls, masks
+from bench import cliffs, decode, decode_impls, masks
 from bench.decode_rows import Row, make_inputs
 from bench.drop_ins import ROWS, Attention, all_served
 from cute_attn.sdpa import slower
@@ -66,6 +67,34 @@ def test_our_call_is_attention_with_the_rows_keys(row):
             scores[:, i, hidden] = -math.inf
         wanted = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         torch.testing.assert_close(out[b], wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_an_implementation_that_fails_in_every_way_is_a_row(monkeypatch):
+    """Its error names another's way to be called, in one line."""
+
+    def calls(row, x, factor):
+        return {how: lambda x: x.q.float() * factor for how in ("2 splits", "")}
+
+    known = {"fa3": partial(calls, factor=1), "fa2": partial(calls, factor=2)}
+    monkeypatch.setattr(decode_impls, "IMPLEMENTATIONS", known)
+    monkeypatch.setattr(decode, "make_inputs", lambda row: make_inputs(row, "cpu", copies=1))
+    monkeypatch.setattr(decode, "captured", lambda calls: calls[0])
+    monkeypatch.setattr(decode, "microseconds", lambda replays, _: dict.fromkeys(replays, 5.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    fa3, fa2 = decode.time_row(SMALL[0], tuple(known), 1.0, lambda names: None)[0]
+    assert fa3["ms"] == 0.005
+    assert fa2["error"] == "its output differs from fa3, 2 splits's by 1 of the largest element"
+
+
+@pytest.mark.parametrize("names", [("fa3", "cute_attn/tf32"), ("cute_attn/tf32", "cute_attn/forward-sm80")])
+def test_a_result_of_any_implementations_is_shown(names):
+    rows = [
+        {"workload": "fwd-x", "impl": name, "ms": i + 1.0, "value": 10.0, "unit": "TFLOP/s"}
+        for i, name in enumerate(names)
+    ]
+    shown = cliffs.table({"rows": rows})
+    assert cliffs.compare({"rows": rows})[0].ms == 2.0
+    assert all(name.rpartition("-")[2] in shown for name in names)
 
 
 # ---- drop-ins: rows cover what is left to PyTorch for being slower here ----

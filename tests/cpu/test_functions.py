@@ -170,7 +170,8 @@ def hashed(s, b, h, i, j):
         + KEPT[b, i].long() * BYTES[j].long()
         + BIAS[h, i].long()
     )
-    return s + (wide + narrow + long + i.int() * 1000003 * 4001 % 11) * 0.1
+    bounded = (torch.nn.functional.hardtanh(i - j, -1.5, 2.5) & 3) + torch.threshold(i - j, 0.5, -2.5)
+    return s + (wide + narrow + long + bounded + i.int() * 1000003 * 4001 % 11) * 0.1
 
 
 BOUNDARIES = torch.tensor([-1.0, 0.0, 0.5], dtype=torch.float64)

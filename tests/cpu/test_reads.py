@@ -129,6 +129,14 @@ def test_another_tensor_of_a_new_closure_is_read():
         check(bounded(torch.tensor(n)))
 
 
+def test_a_number_is_not_its_text():
+    def scaled(factor):
+        return lambda s, b, h, i, j: s if factor == "2.0" else s * factor
+
+    for factor in (2.0, "2.0", 2.0):
+        check(scaled(factor))
+
+
 def test_a_block_mask_reads_its_function_anew():
     n = torch.tensor(500)
     q, k, v = torch.randn(3, 1, 512, 2, 16)

@@ -99,6 +99,7 @@ class Reads:
         elif kind in _PLAIN:
             self._equal(x, parent, get)
         elif kind is float:
+            self.values.append(float)  # 0.5 is not "0.5"
             self._equal(repr(x), self._step(x, parent, get), repr)  # -0.0 is not 0.0, and NaN is NaN
         elif kind is Tensor or kind is torch.nn.Parameter:
             own = self._step(x, parent, get)

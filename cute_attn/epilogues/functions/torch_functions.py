@@ -246,10 +246,10 @@ def _sign(t: "Recorder", input: Any) -> Node:
 
 
 def _cast_to(dtype: torch.dtype) -> Make:
-    return lambda t, input: _cast(t, t.node(input), dtype)
+    return lambda t, input: cast(t, t.node(input), dtype)
 
 
-def _cast(t: "Recorder", x: Node, dtype: torch.dtype) -> Node:
+def cast(t: "Recorder", x: Node, dtype: torch.dtype) -> Node:
     """x as ``dtype``. A 32-bit integer is not widened for int64, since its value is the same."""
     if x.op == "score" and dtype == t.dtype:
         return x
@@ -269,7 +269,7 @@ def _to(t: "Recorder", input: Any, *args: Any, dtype: Any = None, device: Any = 
         return x
     if dtypes[0] not in LOADED:
         raise Refused
-    return _cast(t, x, dtypes[0])
+    return cast(t, x, dtypes[0])
 
 
 def _type(t: "Recorder", input: Any, dtype: Any = None) -> Node:

@@ -402,7 +402,7 @@ class Recorder(TorchFunctionMode):
         if in_place:
             return first
         if dtype and node.kind == FLOAT and node.op != "const" and self.dtype_of(node) != dtype:
-            node = self.graph.cast(node, FLOAT, dtype_name(dtype))  # its replacement may promote otherwise
+            node = of_torch.cast(self, node, dtype)  # its replacement may promote otherwise
         detaches = name in ("detach", "data")
         if name in of_torch.ALIASES and isinstance(first, Symbol) and not _copies(args, kwargs):
             if node is first.node or (first.own_dtype == dtype and not detaches):
