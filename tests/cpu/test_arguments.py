@@ -78,6 +78,7 @@ dense(causal=torch.tensor(True)) -> ValueError: causal is tensor(True); accepted
 dense(return_lse=torch.tensor(True)) -> TypeError: return_lse is tensor(True); accepted: False or
 dense(kernel=3) -> TypeError: kernel is 3; accepted: 'ARCH', 'ARCH:VARIANT', or None
 dense(epilogues=("nope",)) -> ValueError: no epilogue is registered as 'nope'; accepted:
+dense(epilogues=("alibi",)) -> ValueError: epilogues has 'alibi', a feature that has an argument of its own; accepted:
 dense(epilogues=("x:t",)) -> ValueError: epilogues has the name 'x:t'; accepted: names without a colon
 dense(score_mod=dict) -> TypeError: score_mod is the class dict; accepted: a function of
 dense(dropout_p=torch.tensor(0.5)) -> TypeError: dropout_p is tensor(0.5000); accepted: a Python number
