@@ -114,6 +114,8 @@ cached(q=NESTED) -> TypeError: q is nested; accepted: a dense torch.Tensor
 packed_cached([0, 3, 6, 9], cache_seqlens=3) -> TypeError: cu_seqlens_q is a list; accepted: a torch.T
 packed_cached(int32(), cache_seqlens=3) -> ValueError: cu_seqlens_q has shape (0,); accepted: (batch
 cached(cache_seqlens=2 ** 40) -> ValueError: cache_seqlens is 1099511627776; accepted: 0 to 16, the cache
+cached(k_cache=ones(7, 8, 2, 16), v_cache=ones(7, 8, 2, 16))
+    -> ValueError: k_cache has 7 entries; accepted: 3, the batch, or page_table or cache_batch_idx beside it
 cached(cache_seqlens=3.0) -> TypeError: cache_seqlens is 3.0; accepted: int32 (batch,), an int or
 cached(cache_seqlens=int32(3, 4, 17)) -> ValueError: cache_seqlens[2] is 17; accepted: 0 to 16
 cached(cache_leftpad=int32(0, -2, 1)) -> ValueError: cache_leftpad[1] is -2; accepted: 0 to 16
