@@ -31,6 +31,7 @@ from bench.decode_rows import Row
 from bench.regret_shapes import OPS, Shape, shapes_of
 from cute_attn.host.backward_splits import MAX_IN_ORDER, MAX_SPLITS, even_splits
 from cute_attn.lab.benchmark.workload import Workload
+from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile
 
 LENGTHS = (1, 4, 16, 40, 64, 80, 96, 300, 600, 3000)
 """Queries and keys, one of each range within which no chooser changes its tile."""
@@ -274,6 +275,22 @@ def needed(chosen: Sequence[Shape]) -> dict[str, tuple[Any, str]]:
     return found
 
 
+def timed_name(chosen: Candidate, times: Iterable[str]) -> str:
+    """The name under which a candidate was timed, or its own.
+
+    Fields that tiles have had only since then are left out there: they had their defaults. Head splits other than the
+    chosen ones were timed with whatever accumulators they take, so those are left out too.
+    """
+    inert = ForwardSm90Tile.inert_fields() | BackwardSm90Tile.inert_fields()
+    known = {name: set(re.split("[ ,]", name)) for name in times}
+    for one in (chosen, replace(chosen, accumulators=0)):
+        words = set(re.split("[ ,]", one.name))
+        for name, timed in known.items():
+            if timed <= words and words - timed <= inert:
+                return name
+    return chosen.name
+
+
 def judged(stored: Mapping[str, Any], ops: Sequence[str], rows: int) -> Iterator[dict[str, Any]]:
     """Rows of a stored result with the choosers' current choices, by the result's timings.
 
@@ -286,9 +303,7 @@ def judged(stored: Mapping[str, Any], ops: Sequence[str], rows: int) -> Iterator
             if row is None:
                 continue
             chosen, times = choice(shape, shape.prepared("cpu")).candidate, row["times"]
-            name = chosen.name
-            if name not in times:  # other head splits were timed with whatever accumulators they take
-                name = next((n for n in times if n == replace(chosen, accumulators=0).name), name)
+            name = timed_name(chosen, times)
             found = {"op": shape.op, "workload": shape.name, "chosen": name, "times": times}
             if name == row["chosen"]:  # timed in alternation
                 yield found | {key: row[key] for key in ("best", "ms", "best_ms", "regret")}

@@ -202,7 +202,7 @@ def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
     meant = did_you_mean(name, labels)
     if name in labels and not begin:
         raise ValueError(f"no default kernel of {name} is for {', '.join(targets)}")
-    if meant and not begin and name.count("-") < 3:
+    if not begin and name.count("-") < 3:
         raise ValueError(f"name is {name!r}{meant}; accepted: a kernel's name or its beginning")
     return begin or [(Traits.parse(name), on) for on in targets]
 

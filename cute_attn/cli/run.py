@@ -27,7 +27,7 @@ import typer
 from rich.console import Console
 
 import cute_attn
-from cute_attn.host.activation import Options
+from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.imports import after_import
 from cute_attn.lab.tables import Table, counted
 
@@ -59,7 +59,10 @@ def run(
     call cute_attn.sdpa.activate() in them. Forked ones are served and not listed.
     """
     check_program(program[0], module)
-    options = Options(tuple(filter(None, backends.split(","))))
+    named = tuple(filter(None, backends.split(",")))
+    if not set(named) <= set(BACKENDS):
+        raise ValueError(f"--backends is {backends!r}; accepted: some of {', '.join(BACKENDS)}, with commas")
+    options = Options(named)
     reports = os.environ.get("RANK", "0") == "0"
     file = None if output is None or not reports else output.open("a")
     execution = Execution(" ".join(program), options, shadow, file, reports)

@@ -15,11 +15,12 @@ TRACED = "traced_"
 """Prefix of the names of traced functions; these names are internal."""
 
 
-def check_name(name: Any) -> None:
-    """Raise ValueError unless ``name`` can be an epilogue's word in a kernel's name."""
+def check_name(name: Any, decorator: str) -> None:
+    """Raise ValueError unless ``name`` can be an epilogue's word in a kernel's name; it was given to ``decorator``."""
     if callable(name):
+        given = getattr(name, "__qualname__", type(name).__name__)
         raise ValueError(
-            f"{name!r} is given in place of a name; accepted: a call such as @score_mod('my_bias')"
+            f"{given} is given in place of a name; accepted: a call such as @{decorator}('my_bias')"
         )
     if not isinstance(name, str) or not is_word(name) or name in FEATURES:
         raise ValueError(
@@ -34,7 +35,7 @@ def register_epilogue(name: str) -> Callable[[type], type]:
         TypeError: the decorated object is not a class with the methods of an epilogue.
         ValueError: the name is taken by a class of another name or file, or cannot be a word of a kernel's name.
     """
-    check_name(name)
+    check_name(name, "register_epilogue")
 
     def register(cls: Any) -> Any:
         is_class = isinstance(cls, type)
@@ -52,7 +53,6 @@ def register_epilogue(name: str) -> Callable[[type], type]:
 
 def register_function(name: str, epilogue: Any) -> None:
     """Register a function's epilogue, which is an object; ``epilogue.written`` has the function's module and name."""
-    check_name(name)
     check_free(name, epilogue)
     _REGISTERED[name] = epilogue
 
@@ -146,6 +146,10 @@ def user_epilogue(name: str) -> Any:
     if found is None:
         names = sorted(_REGISTERED)
         known = ", ".join(names) or "a name that register_epilogue, score_mod or mask_mod has registered"
+        if name in FEATURES:  # a call's argument, such as causal=True
+            raise ValueError(
+                f"epilogues has {name!r}, a feature that has an argument of its own; accepted: {known}"
+            )
         meant = did_you_mean(name, (*FEATURES, *names))
         raise ValueError(f"no epilogue is registered as {name!r}{meant}; accepted: {known}")
     return found

@@ -345,9 +345,9 @@ def _check_cache(call: Call) -> None:
     if call.cache_batch_idx is not None:
         check_int32("cache_batch_idx", call.cache_batch_idx, batch)
     elif call.entries != batch:
-        name = "k_cache" if table is None else "page_table"
+        name, others = ("k_cache", "page_table or ") if table is None else ("page_table", "")
         raise ValueError(
-            f"{name} has {call.entries} entries; accepted: {batch}, the batch, or cache_batch_idx beside it"
+            f"{name} has {call.entries} entries; accepted: {batch}, the batch, or {others}cache_batch_idx beside it"
         )
     if call.cache_seqlens is not None:
         check_int32("cache_seqlens", call.cache_seqlens, batch)

@@ -36,8 +36,8 @@ from cute_attn.traits import Traits
 RUNTIME = "libcuda_dialect_runtime_static.a"
 LICENCE = {
     "kernels": "BSD-3-Clause",
-    "runtime": "each library contains parts of the runtime of nvidia-cutlass-dsl, under that package's NVIDIA Software "
-    "License Agreement, which has to allow it before a bundle is given to others",
+    "runtime": "each library contains some of the runtime of nvidia-cutlass-dsl, under that package's NVIDIA Software "
+    "License Agreement, which has to allow it before a library is given to others",
 }
 
 _EXPORTED = "{ global: __tvm_ffi_*; local: *; };"

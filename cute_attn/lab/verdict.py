@@ -28,7 +28,7 @@ from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import ADDED_BYTES, MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks
 from cute_attn.lab.proxies import ProxyOrder, proxy_order
-from cute_attn.lab.rank import check_verdict
+from cute_attn.lab.rank import check_verdict, estimate
 from cute_attn.lab.sass import MMA, PACKAGES, Code, Instruction, Step, StepNotFound
 from cute_attn.lab.tables import Printed, Table, brief_tile, counted
 from cute_attn.tiles import text_of
@@ -455,8 +455,8 @@ def _column(one: Verdict) -> dict[str, str]:
         bound = "  [bold]bound" if pipe == step.clocks.bound else f"  {fraction:.0%}"
         rows[f"clocks per step: {pipe}"] = f"{count:,.0f}{bound}"
     rows["clocks per step: one warp's stalls"] = f"{step.clocks.warp:,.0f}"
-    least, estimate = (1000 * x / step.scores for x in (pipes[step.clocks.bound], step.clocks.estimate))
-    rows["clocks for 1,000 scores"] = f"at least {least:,.0f}, estimated {estimate:,.0f}"
+    least = 1000 * pipes[step.clocks.bound] / step.scores
+    rows["clocks for 1,000 scores"] = f"at least {least:,.0f}, estimated {estimate(one):,.0f}"
     return rows
 
 

@@ -78,6 +78,7 @@ dense(causal=torch.tensor(True)) -> ValueError: causal is tensor(True); accepted
 dense(return_lse=torch.tensor(True)) -> TypeError: return_lse is tensor(True); accepted: False or
 dense(kernel=3) -> TypeError: kernel is 3; accepted: 'ARCH', 'ARCH:VARIANT', or None
 dense(epilogues=("nope",)) -> ValueError: no epilogue is registered as 'nope'; accepted:
+dense(epilogues=("alibi",)) -> ValueError: epilogues has 'alibi', a feature that has an argument of its own; accepted:
 dense(epilogues=("x:t",)) -> ValueError: epilogues has the name 'x:t'; accepted: names without a colon
 dense(score_mod=dict) -> TypeError: score_mod is the class dict; accepted: a function of
 dense(dropout_p=torch.tensor(0.5)) -> TypeError: dropout_p is tensor(0.5000); accepted: a Python number
@@ -113,6 +114,8 @@ cached(q=NESTED) -> TypeError: q is nested; accepted: a dense torch.Tensor
 packed_cached([0, 3, 6, 9], cache_seqlens=3) -> TypeError: cu_seqlens_q is a list; accepted: a torch.T
 packed_cached(int32(), cache_seqlens=3) -> ValueError: cu_seqlens_q has shape (0,); accepted: (batch
 cached(cache_seqlens=2 ** 40) -> ValueError: cache_seqlens is 1099511627776; accepted: 0 to 16, the cache
+cached(k_cache=ones(7, 8, 2, 16), v_cache=ones(7, 8, 2, 16))
+    -> ValueError: k_cache has 7 entries; accepted: 3, the batch, or page_table or cache_batch_idx beside it
 cached(cache_seqlens=3.0) -> TypeError: cache_seqlens is 3.0; accepted: int32 (batch,), an int or
 cached(cache_seqlens=int32(3, 4, 17)) -> ValueError: cache_seqlens[2] is 17; accepted: 0 to 16
 cached(cache_leftpad=int32(0, -2, 1)) -> ValueError: cache_leftpad[1] is -2; accepted: 0 to 16

@@ -189,6 +189,7 @@ explain forwrad-sm80 -> (did you mean 'forward-sm80'?); accepted: a kernel's nam
 explain casual -> (did you mean 'causal'?); accepted: a kernel's name
 show backward_preprocess-sm80-bf16-d64 -> states no layout and no MMA to draw
 list forward-sm90 --target sm100 -> no default kernel of forward-sm90 is for sm100
+list nothing -> name is 'nothing'; accepted: a kernel's name or its beginning
 list forwrad-sm80 -> name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted
 compile forwad-sm80-bf16-d64 -> op is 'forwad' (did you mean 'forward'?); accepted
 ab forward-sm80-bf16-d64 forward-sm90-bf16-d64 -> there is no GPU
@@ -210,7 +211,8 @@ bundle forward-sm80:toy-bf16-d64 -o build/none
 run -m nosuchmodule -> the module is 'nosuchmodule'; accepted after -m: one that can be imported
 run nothing.py -> the program is 'nothing.py'; accepted: a Python file, a folder or zip file
 run tests/cpu -> the program is 'tests/cpu'; accepted: a Python file, a folder or zip file with a __main__
-run --backends math tests/toy.py -> backends is ('math',); accepted: a tuple
+run --backends flash,math tests/toy.py
+    -> --backends is 'flash,math'; accepted: some of flash, efficient, cudnn, with commas
 hub tests/toy.py -> a file; accepted: a folder
 hub /proc/none -> FOLDER is '/proc/none'; accepted: a folder that can be written (
 hub build/a=b -> accepted: a path without ':' and '='

@@ -1,6 +1,6 @@
 """The static rank: its terms by hand, and pairs of tiles whose winner bench/notes.md states."""
 
-from dataclasses import replace  # noqa: F401  # in wrong calls
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +32,13 @@ LOAD = Workload(1, 256, 4, 64)
 def test_a_launch():
     """2 work tiles of 4 heads, 4 steps each, on fewer than all multiprocessors: one round of blocks."""
     assert estimate(PLAIN, LOAD) == 4 * 2 * 500 + 500 / 2 + LATENCY
+
+
+@pytest.mark.parametrize(("blocks", "clocks"), [(1, 1100), (2, 550), (4, 500)])
+def test_the_table_of_a_verdict_has_the_estimate_that_tiles_are_compared_by(blocks, clocks):
+    """One warp's stalls, here of 1,100 clocks, may take longer than all resident blocks on the pipes, of 500 each."""
+    one = replace(PLAIN, blocks=blocks, step=replace(STEP, scores=1000, clocks=replace(CLOCKS, warp=1100.0)))
+    assert estimate(one) == clocks and f"at least 400, estimated {clocks:,} " in str(one)
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 100, 1000])

@@ -40,11 +40,19 @@ def even(b, h, q_idx, kv_idx):
     return kv_idx % 2 == 0
 
 
+@score_mod("number_with_long_elements", example=lambda batch, nheads, *_: (3, torch.arange(nheads)))
+def number_with_long(score, b, h, q_idx, kv_idx, number, offsets):
+    return score - (number - offsets[h]) * 0.1
+
+
 def randn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("name", ["relative_by_function", "document_by_function", "even_by_function"])
+@pytest.mark.parametrize(
+    "name",
+    ["relative_by_function", "document_by_function", "even_by_function", "number_with_long_elements"],
+)
 def test_device_code_is_the_function(name):
     found = check_epilogue(name)
     tables = ["gradient of tensor 0"] * (2 if name == "relative_by_function" else 0)
@@ -117,9 +125,15 @@ def test_names_that_no_kernel_can_have_are_refused(name):
     with pytest.raises(ValueError, match=r"an epilogue's name is .*; accepted: a lower-case word such"):
         score_mod(name)
     with pytest.raises(
-        ValueError, match=r"in place of a name; accepted: a call such as @score_mod\('my_bias'\)"
+        ValueError,
+        match=r"^relative is given in place of a name; accepted: a call such as @score_mod\('my_bias'\)",
     ):
         score_mod(relative)
+    for register in (mask_mod, register_epilogue):
+        with pytest.raises(
+            ValueError, match=rf"Scaled is given .* such as @{register.__name__}\('my_bias'\)"
+        ):
+            register(Scaled)
 
 
 @pytest.mark.parametrize("what", [3, relative, type("Empty", (), {})])

@@ -9,6 +9,7 @@ from bench.decode_rows import Row
 from bench.regret_shapes import OPS, Shape, shapes_of
 from cute_attn.compiler import registry
 from cute_attn.lab.benchmark.workload import Workload
+from cute_attn.tiles import ForwardSm90Tile
 from tests import machine
 
 GROUPED = Workload(2, 1000, 16, 128, nheads_kv=2, causal=True, op="backward")
@@ -95,8 +96,20 @@ def test_stored_timings_judge_todays_choices(capsys, monkeypatch, tmp_path):
     assert found[2]["error"] == f"{names[2]} was not timed"
     assert regret.summary(found) == "forward          2 shapes, mean  26.0%, worst  50.0%"
 
+    words = (
+        names[0].replace(",", " ").split()
+    )  # timed when tiles had fewer fields, or with another value of one
+    field = next(x for x in words if x in ForwardSm90Tile.inert_fields())
+    older, other = (",".join(filter(None, (new if x == field else x for x in words))) for new in ("", "x=1"))
+    monkeypatch.setattr(regret, "shapes_of", lambda op, *_: [shapes[0]] if shapes[0].op == op else [])
+    for name in (older, other):
+        times = {name: 2.0, "another": 1.0}
+        (one,) = regret.judged({"seed": 0, "rows": [row(shapes[0], chosen="another", times=times)]}, OPS, 24)
+        assert one.get("regret") == (1.0 if name == older else None)
+
     path = tmp_path / "stored.json"
     path.write_text(json.dumps({"seed": 0, "rows": rows[:2]}))
+    monkeypatch.setattr(regret, "shapes_of", lambda op, *_: [shape for shape in shapes if shape.op == op])
     monkeypatch.setattr("sys.argv", ["regret", "--op", "forward", "--judge", str(path)])
     regret.main()
     assert "regret  50.0%" in capsys.readouterr().out

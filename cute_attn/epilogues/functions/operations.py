@@ -237,7 +237,8 @@ def exact_bounds(node: Node, args: Sequence[Bounds]) -> Bounds:
         dtype = node.dtype or "int32"
         return (-ELEMENT, ELEMENT) if dtype == "int32" else RANGES[dtype]
     if node.op == "cast" and node.dtype == "int64" and node.args[0].op == "load" and node.args[0].kind == INT:
-        return RANGES[node.args[0].dtype]  # a function that converts to 64 bits has large elements
+        # A function that converts to 64 bits has large elements. A call's own number has no dtype.
+        return RANGES[node.args[0].dtype] if node.args[0].dtype else args[0]
     row = OPERATIONS.get("sub" if node.op == "distance" else node.op)
     return _ANY if row is None or row.bounds is None else row.bounds(*args)
 

@@ -152,7 +152,7 @@ def mask_mod(name: str, *, example: Example | None = None) -> Callable[[Function
 
 
 def _registering(what: str, name: str, example: Example | None) -> Callable[[Function], Function]:
-    check_name(name)
+    check_name(name, what)
 
     def register(function: Function) -> Function:
         check_function(what, function)
