@@ -37,11 +37,6 @@ def check(call: str, sentence: str, names: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-def check_reason(call: str, sentence: str, names: dict[str, Any]) -> None:
-    """The call returns why not, on a single line that contains this sentence; rows have no error."""
-    check_sentence(eval(call, NAMES | names), sentence)
-
-
 def check_sentence(said: str | None, wanted: str) -> None:
     """A line that contains it."""
     assert said and "\n" not in said, said
