@@ -26,7 +26,9 @@ HEAD_DIMS = (8, 32, 64, 128, 192, 256, 264, 320, 512, MAX_HEAD_DIM)
 """Asked for; 256 is the last one of most Hopper kernels."""
 JVP_OF_V = 128
 """The most columns of V that one launch of a jvp kernel computes."""
-OTHERS = f"The other kernels. Most run along with these; a jvp kernel computes {JVP_OF_V} columns of V at a time:"
+OTHERS = (
+    f"The other kernels. Most run along with these; a jvp kernel computes {JVP_OF_V} columns of V at a time:"
+)
 MAIN = ("forward", "backward", "kvcache")
 """The ops of the first table. The second table has the ops launched along with these; block masks' ops read no rows."""
 YOURS, FORWARD_ONLY = "an_epilogue", "an_epilogue_without_backward"
