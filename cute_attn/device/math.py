@@ -12,6 +12,9 @@ from cutlass._mlir.dialects import math as mlir_math
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 
+CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": BFloat16, "fp32": Float32}
+"""The DSL's types by the names that traits have."""
+
 
 def on_device() -> bool:
     """True if the code being traced is in a kernel, False in a host function."""

@@ -12,12 +12,11 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.lanes import COLUMN_LANES, QUAD_LANES, add_to, adds_for, exchange_pairs, lanes_sum
-from cute_attn.device.math import convert_to_16_bits, on_device, rematerialize, uniform
+from cute_attn.device.math import CUTE_DTYPES, convert_to_16_bits, on_device, rematerialize, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 
-CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
 PAIRED, SINGLE, ADDED = "paired", "single", "added"  # how a gradient is stored
 
 

@@ -11,10 +11,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_tensor
 
+from cute_attn.device.math import CUTE_DTYPES
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.epilogues.inputs import ScoreInputs
-
-_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Sinks:
 
     def fake_args(self) -> tuple:
         """A fake tensor of (nheads,) sinks."""
-        dtype = _DTYPES[self.dtype]
+        dtype = CUTE_DTYPES[self.dtype]
         return (
             make_fake_tensor(
                 dtype, (cute.sym_int(),), stride=(cute.sym_int64(),), assumed_align=dtype.width // 8

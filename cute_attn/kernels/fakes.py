@@ -11,13 +11,13 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.key_rows import CacheTables
+from cute_attn.device.math import CUTE_DTYPES as CUTE_DTYPES
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.traits import Traits
 from cute_attn.work.key_splits import Partials
 from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
 
-CUTE_DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
 ALIGN_BYTES = 16
 
 
