@@ -7,7 +7,7 @@ new memory with what no kernel leaves there. Nothing of this is patched anywhere
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -75,9 +75,15 @@ def device(
     patch.setattr(backward, "l2_bytes", lambda device: L2_BYTES)
     patch.setattr(compiler, "default_target", lambda arch: target or arch)
     patch.setattr(memory, "current_device", lambda: -1)
+    patch.setattr(record, "allocate", allocate)
     patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     forget_plans(patch)
+
+
+def allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """``record.allocate`` in the memory of the CPU."""
+    return torch.empty_strided(shape, strides, dtype=dtype)
 
 
 def forget_plans(patch: pytest.MonkeyPatch) -> None:
@@ -127,14 +133,14 @@ def kernels(patch: pytest.MonkeyPatch, launched: Callable[[Any, str], Run], prep
 def poison(patch: pytest.MonkeyPatch) -> None:
     """Fill new memory with NaN, or with -1 for integers."""
 
-    def poisoned(like: torch.Tensor, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    def poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
         filling = math.nan if dtype.is_floating_point else -1
         size = (
             1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
         )
         return torch.full((size,), filling, dtype=dtype).as_strided(shape, strides)
 
-    patch.setattr(record, "new_empty_strided", poisoned)
+    patch.setattr(record, "allocate", poisoned)
 
 
 def gpu(
@@ -148,7 +154,6 @@ def gpu(
     device(patch, multiprocessors, tvm_ffi.convert((COUNTERS, multiprocessors)), "sm90")
     kernels(patch, launched, prepared=True)
     patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
-    patch.setattr(record, "_empty_strided_cuda", None)
     patch.setattr(sdpa_operators, "runs_kernels", lambda q: True)
     patch.setattr(kvcache, "known_plan", _checked_plan)
     patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

@@ -4,8 +4,9 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +62,10 @@ def forward(call: Call) -> Outputs:
 def run(call: Call) -> Outputs:
     """Launch without the dispatcher. Autograd records the call if a tensor requires a gradient."""
     node, tensors = Node.of(call), (*call[:NUM_TENSORS], *call.epilogue_tensors)
-    planned(node, tensors)
+    present = tuple([tensors[i] for i in node.present])
+    planned(node, present)
     if torch.is_grad_enabled() and requires_grad(call):
-        return Attention.apply(node, None, (), *tensors)
+        return Attention.apply(node, None, (), *present)
     return launch(call)
 
 
@@ -75,8 +77,7 @@ def repeat(record: Record, given: Tensors) -> Outputs | None:
     held = [one() for one in traced] if traced else ()  # until autograd's node holds them
     if None in held:
         return None
-    saved = [None if i is None else given[i] for i in record.saved]
-    found = Attention.apply(record.plan, record, given, *saved)
+    found = _apply(record.plan, record, given, *[given[i] for i in record.saved])
     del held
     return found
 
@@ -209,7 +210,7 @@ def _forward_operator_cpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _nothing(like: Tensor) -> Tensor:
     with on_device(like.get_device()):
-        return empty(like, (0,), (1,), like.dtype)
+        return empty((0,), (1,), like.dtype)
 
 
 def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Callable[..., Any]:
@@ -381,12 +382,16 @@ class Node(NamedTuple):
 
     Attributes:
         rest: the call's arguments that are not tensors.
-        options: rest and the users' classes that the call names, for the key of a backward's record.
+        present: indices of the tensors that are not None, among q to rng_state and then the epilogues'.
+        total: number of all these tensors.
+        options: everything above and the users' classes that the call names, for the key of a backward's record.
         packed: how many of q, k and v may be adjacent views of one tensor, so that their gradients are, too.
         traced: weak references to the users' classes that are epilogues of functions.
     """
 
     rest: tuple
+    present: tuple[int, ...]
+    total: int
     options: plans.Options
     packed: int
     traced: tuple["weakref.ref[Any]", ...]
@@ -399,12 +404,21 @@ class Node(NamedTuple):
         packed = fused_qkv.number_packed(call[:3]) if shaped else 0
         classes = user_classes(call)
         traced = tuple(x for x in classes if isinstance(x, weakref.ref))
-        options = plans.Options((rest, *classes, *user_classes(call, "backward")))
-        return Node(rest, options, packed, traced)
+        tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors)
+        present = tuple(i for i, x in enumerate(tensors) if x is not None)
+        options = plans.Options((rest, present, len(tensors), *classes, *user_classes(call, "backward")))
+        return Node(rest, present, len(tensors), options, packed, traced)
+
+    def all_of(self, present: Iterable[Any]) -> list[Any]:
+        """Values of all tensors from those of the present ones."""
+        found: list[Any] = [None] * self.total
+        for i, x in zip(self.present, present, strict=True):
+            found[i] = x
+        return found
 
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: Node | None = None) -> None:
-    """Save a call for its backward. tensors: q to rng_state, then the epilogues'; node: None for the operator."""
+    """Save a call for its backward. tensors: q to rng_state, then the epilogues'; with a node, those present."""
     out, lse, softmax = outputs
     ctx.node = node
     ctx.set_materialize_grads(False)
@@ -436,7 +450,7 @@ def _differentiate(
             return found
 
     def run() -> tuple[Tensor | None, ...]:
-        call = Call.joined(tensors, ctx.rest)
+        call = Call.joined(tensors if node is None else node.all_of(tensors), ctx.rest)
         return backward(call, grad_out, grad_lse, out, lse, wanted, node is not None)
 
     if key is not None:
@@ -471,24 +485,37 @@ class Attention(torch.autograd.Function):
     """Autograd's node of a call that does not go through the dispatcher. The operator has another node."""
 
     @staticmethod
-    def forward(ctx: Any, node: Node, record: Record | None, given: Tensors, *tensors: Any) -> Outputs:
-        """Repeat ``record`` with ``given``, or launch the call. tensors: q to rng_state, then the epilogues'."""
+    def forward(ctx: Any, node: Node, record: Record | None, given: Tensors, *present: Any) -> Outputs:
+        """Repeat ``record`` with ``given``, or launch the call. present: the node's tensors."""
         outputs = None if record is None else record.run(given)
         if outputs is None:
-            outputs = launch(Call.joined(tensors, node.rest))
-        _save(ctx, tensors, node.rest, outputs, node)
+            outputs = launch(Call.joined(node.all_of(present), node.rest))
+        _save(ctx, present, node.rest, outputs, node)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple:
         """A gradient, or None, for each argument of forward."""
-        needed = ctx.needs_input_grad[_FIRST:]
-        found: list[Tensor | None] = [None] * (_FIRST + len(needed))
-        places = (*_INDICES, *range(NUM_TENSORS, len(needed)))
-        wanted = tuple([needed[index] for index in places])
-        for index, gradient in zip(places, _differentiate(ctx, grad_out, grad_lse, wanted), strict=True):
-            found[_FIRST + index] = gradient
-        return tuple(found)
+        of_gradients, of_arguments = _order(ctx.node.present, ctx.node.total)
+        wanted = of_gradients((*ctx.needs_input_grad, False))
+        return of_arguments((*_differentiate(ctx, grad_out, grad_lse, wanted), None))
+
+
+@functools.cache
+def _order(present: tuple[int, ...], total: int) -> tuple[operator.itemgetter, operator.itemgetter]:
+    """Getters of a value for each gradient, and for each argument of :meth:`Attention.forward`.
+
+    The first takes values of the arguments and gives each gradient its tensor's; the second takes the gradients'. Both
+    take one more value, for those without a counterpart.
+    """
+    places = (*_INDICES, *range(NUM_TENSORS, total))
+    of_gradients = (_FIRST + present.index(i) if i in present else -1 for i in places)
+    of_arguments = (places.index(i) if i in places else -1 for i in present)
+    return operator.itemgetter(*of_gradients), operator.itemgetter(*(-1,) * _FIRST, *of_arguments)
+
+
+_apply = super(torch.autograd.Function, Attention).apply
+"""``Attention.apply`` without its preparations for torch.func's transforms, within which no call is repeated."""
 
 
 def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -35,22 +35,13 @@ thread = _Thread()
 """``thread.recording`` is the recording of this thread's call, or None."""
 
 
-def new_empty_strided(
-    like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-) -> Tensor:
-    """An uninitialized tensor on the current device, ``like``'s. Tests replace this function to find unwritten
-    elements."""
-    if _empty_strided_cuda is None or not like.is_cuda:
-        return like.new_empty_strided(shape, strides, dtype=dtype)
-    return _empty_strided_cuda(shape, strides, dtype)
+allocate: Callable[..., Tensor] = memory.empty_strided_cuda
+"""Make an uninitialized tensor on the current GPU from shape, strides and dtype. Tests replace this function."""
 
 
-_empty_strided_cuda: Any = memory.empty_strided_cuda  # tests for the CPU replace it by None
-
-
-def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """:func:`new_empty_strided`, recorded."""
-    made = new_empty_strided(like, shape, strides, dtype)
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """:func:`allocate`, recorded."""
+    made = allocate(shape, strides, dtype)
     if thread.recording is not None:
         thread.recording.add_source(made, (shape, strides, dtype))
     return made
@@ -58,7 +49,7 @@ def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype:
 
 def contiguous(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous :func:`empty`, by default of ``like``'s dtype."""
-    return empty(like, shape, memory.contiguous_strides(shape), dtype or like.dtype)
+    return empty(shape, memory.contiguous_strides(shape), dtype or like.dtype)
 
 
 def drawn(draw: Callable[[], Tensor]) -> Tensor:
@@ -342,12 +333,12 @@ class Recording:
             return True
         return place.whole and any(x is self._sources[place.source] for x in self.written)
 
-    def _saved(self, given: list[Any]) -> tuple[int | None, ...] | None:
+    def _saved(self, given: list[Any]) -> tuple[int, ...] | None:
         """For each tensor that autograd saves, its index in the call's tensors; None if one is not among them."""
         if self.saved is None:
             return None
         places = {id(x): i for i, x in enumerate(given) if x is not None}
-        found = tuple(None if x is None else places.get(id(x), -1) for x in self.saved)
+        found = tuple(places.get(id(x), -1) for x in self.saved)
         return None if -1 in found else found
 
 
@@ -445,7 +436,7 @@ class Record:
     counts: tuple[tuple[Any, Hashable], ...]
     constant: bool
     plan: Any
-    saved: tuple[int | None, ...] | None
+    saved: tuple[int, ...] | None
     free: list[_Bound] = field(default_factory=list)
 
     def run(self, tensors: Tensors) -> Any:
@@ -463,9 +454,8 @@ class Record:
         for i, j in self.apart:
             if _share_memory(sources[i], sources[j]) and overlap(sources[i], sources[j]):
                 return None
-        like = sources[0]
         for by in self.made:
-            made = new_empty_strided(like, *by) if type(by) is tuple else by()
+            made = allocate(*by) if type(by) is tuple else by()
             sources.append(made)
             starts.append(made.data_ptr())
         try:

@@ -14,7 +14,7 @@ import torch
 import tvm_ffi
 
 from cute_attn import reference
-from cute_attn.host import backward, memory, record
+from cute_attn.host import backward, memory
 from cute_attn.host import plans as known
 from cute_attn.host.backward import NOTHING
 from cute_attn.host.call import NUM_TENSORS, Call
@@ -57,7 +57,6 @@ class Launchers:
     def __init__(self, monkeypatch, prepared=False):
         self.written, self.launches, self.later = [], 0, []
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
-        monkeypatch.setattr(record, "_empty_strided_cuda", None)
         monkeypatch.setattr(operators, "runs_kernels", lambda q: True)
         machine.device(monkeypatch, schedule=tvm_ffi.convert((machine.COUNTERS, 132)), target="sm90")
         machine.kernels(monkeypatch, self.kernel, prepared)

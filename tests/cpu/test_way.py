@@ -71,27 +71,27 @@ def appending(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor,
 
 
 WAYS = {
-    "attention": (10, 3, 3, lambda: attention(Q, K, V, causal=True)),
-    "attention with a bias": (10, 3, 3, lambda: attention(Q, K, V, causal=True, bias=BIAS)),
-    "attention, recorded by autograd": (14, 5, 4, lambda: attention(*LEARNT, causal=True)),
-    "attention and its gradients": (28, 7, 4, lambda: grad(attention(*LEARNT, causal=True), LEARNT, GRAD)),
-    "attention_varlen": (14, 3, 3, lambda: attention_varlen(*PACKED, causal=True)),
-    "attention with a score_mod": (13, 3, 3, lambda: attention(Q, K, V, score_mod=halved)),
+    "attention": (8, 3, 3, lambda: attention(Q, K, V, causal=True)),
+    "attention with a bias": (8, 3, 3, lambda: attention(Q, K, V, causal=True, bias=BIAS)),
+    "attention, recorded by autograd": (12, 5, 4, lambda: attention(*LEARNT, causal=True)),
+    "attention and its gradients": (21, 7, 4, lambda: grad(attention(*LEARNT, causal=True), LEARNT, GRAD)),
+    "attention_varlen": (12, 3, 3, lambda: attention_varlen(*PACKED, causal=True)),
+    "attention with a score_mod": (11, 3, 3, lambda: attention(Q, K, V, score_mod=halved)),
     "attention with a score_mod and its gradients": (
-        *(44, 7, 4), lambda: grad(attention(*LEARNT, score_mod=distances), [*LEARNT, TABLE], GRAD)
+        *(35, 7, 4), lambda: grad(attention(*LEARNT, score_mod=distances), [*LEARNT, TABLE], GRAD)
     ),
-    "attention with a BlockMask": (14, 4, 4, lambda: attention(Q, K, V, block_mask=MASK)),
-    "attention_with_kvcache": (10, 3, 3, lambda: cached(attention_with_kvcache)),
-    "attention_with_kvcache, appending": (13, 3, 3, lambda: cached(appending, *NEW)),
-    "PyTorch's flash operator": (14, 3, 3, lambda: flash(*VIEWS)),
-    "PyTorch's flash operator and its gradients": (27, 6, 3, lambda: grad(flash(*FIRST), FIRST, GRAD.transpose(1, 2))),
-    "flash_attn_func": (12, 3, 3, lambda: flash_attn.flash_attn_func(Q, K, V, causal=True)),
-    "flash_attn_with_kvcache, appending": (14, 3, 3, lambda: cached(flash_attn.flash_attn_with_kvcache, *NEW)),
-    "transformers' attention": (13, 3, 3, lambda: transformers.attention_forward(LAYER, *VIEWS, None)),
-    "flex_attention with a score_mod": (12, 3, 3, lambda: flex.flex_attention(*VIEWS, score_mod=halved)),
-    "flex_attention with a BlockMask": (13, 4, 4, lambda: flex.flex_attention(*VIEWS, block_mask=MASK)),
+    "attention with a BlockMask": (12, 4, 4, lambda: attention(Q, K, V, block_mask=MASK)),
+    "attention_with_kvcache": (8, 3, 3, lambda: cached(attention_with_kvcache)),
+    "attention_with_kvcache, appending": (11, 3, 3, lambda: cached(appending, *NEW)),
+    "PyTorch's flash operator": (9, 3, 3, lambda: flash(*VIEWS)),
+    "PyTorch's flash operator and its gradients": (18, 6, 3, lambda: grad(flash(*FIRST), FIRST, GRAD.transpose(1, 2))),
+    "flash_attn_func": (10, 3, 3, lambda: flash_attn.flash_attn_func(Q, K, V, causal=True)),
+    "flash_attn_with_kvcache, appending": (12, 3, 3, lambda: cached(flash_attn.flash_attn_with_kvcache, *NEW)),
+    "transformers' attention": (11, 3, 3, lambda: transformers.attention_forward(LAYER, *VIEWS, None)),
+    "flex_attention with a score_mod": (10, 3, 3, lambda: flex.flex_attention(*VIEWS, score_mod=halved)),
+    "flex_attention with a BlockMask": (11, 4, 4, lambda: flex.flex_attention(*VIEWS, block_mask=MASK)),
     "flex_attention of heads before rows in memory": (
-        *(18, 3, 3), lambda: flex.flex_attention(*HEADS_FIRST, score_mod=halved)
+        *(15, 3, 3), lambda: flex.flex_attention(*HEADS_FIRST, score_mod=halved)
     ),
 }  # fmt: skip
 """Functions, stays and files; a call. Wanted without gradients: at most 5 stays in 4 files."""

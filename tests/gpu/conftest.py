@@ -101,17 +101,15 @@ def guarded_outputs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         return
     outputs: list[tuple[Tensor, int]] = []
 
-    def allocate(
-        like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype | None = None
-    ):
-        size, dtype = math.prod(shape), dtype or like.dtype
+    def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype):
+        size = math.prod(shape)
         signed = torch.int64 if dtype == torch.uint64 else dtype
         poison = math.nan if dtype.is_floating_point else INTEGER_POISON
-        storage = torch.full((size + 2 * GUARD,), poison, dtype=signed, device=like.device)
+        storage = torch.full((size + 2 * GUARD,), poison, dtype=signed, device="cuda")
         outputs.append((storage, size))
         return storage[GUARD : GUARD + size].view(dtype).as_strided(shape, strides)
 
-    monkeypatch.setattr(record, "new_empty_strided", allocate)
+    monkeypatch.setattr(record, "allocate", allocate)
     yield
     for storage, size in outputs:
         for part, where in ((storage[:GUARD], "before"), (storage[GUARD + size :], "behind")):

@@ -20,7 +20,7 @@ from tests.problem import Case, Problem, Start
 
 OP = "backward"  # tests/gpu/conftest.py builds this op beforehand
 ARCHS = runnable_archs(OP)
-ALLOCATE = record.new_empty_strided
+ALLOCATE = record.allocate
 _BARE = "dq_bulk=false,mask_warps=0"
 _PLAIN = "p_in_regs=false,v_in_regs=false,queries_at_once=0"
 D256, D96_D256 = ("causal-d256",), ("causal-d96", "causal-d256")
@@ -193,7 +193,7 @@ def test_deterministic_gradients_of_unevenly_divided_heads_repeat_bitwise(case, 
     planned = divide_heads(monkeypatch, 4)
     check_case(case, kernel=arch, deterministic=True)
     assert planned
-    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)  # guarded memory is kept until the test ends
+    monkeypatch.setattr(record, "allocate", ALLOCATE)  # guarded memory is kept until the test ends
     problem, start, _, _ = prepared(case)
     first = problem.gradients(start, kernel=arch, deterministic=True)
     for _ in range(200):
@@ -414,7 +414,7 @@ def tensors():
 
 def test_the_operator_passes_opcheck(tensors, monkeypatch):
     # opcheck compares storage offsets, and a guarded output has another one.
-    monkeypatch.setattr(record, "new_empty_strided", ALLOCATE)
+    monkeypatch.setattr(record, "allocate", ALLOCATE)
     bias = torch.randn(1, 4, 1, 203, dtype=torch.bfloat16, device="cuda")
     state = torch.tensor([1, 2], device="cuda")
     sinks = torch.randn(4, device="cuda")

@@ -24,12 +24,12 @@ SPLITS = [{}, {"num_splits": 1}, {"num_splits": 3}]
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Results and workspaces are NaN before a launch."""
-    allocate = record.new_empty_strided
+    allocate = record.allocate
 
     def poisoned(*arguments):
         return allocate(*arguments).fill_(math.nan)
 
-    monkeypatch.setattr(record, "new_empty_strided", poisoned)
+    monkeypatch.setattr(record, "allocate", poisoned)
 
 
 @dataclasses.dataclass
