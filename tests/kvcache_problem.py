@@ -234,10 +234,14 @@ class Problem:
         shape = (case.batch, heads, max(*queries, 1), case.capacity)
         self.added = randn(*shape).float() if case.functions else None
         sizes = zip("bhqk", shape, strict=True)
-        bias = 2 * randn(*(1 if axis in case.bias else n for axis, n in sizes)) if case.bias else None
+        bias = 2 * randn(*(1 if axis in case.bias else n for axis, n in sizes))
         sizes = shape[:2] if case.blocks == "each" else (1, 1)
         self.blocks = block_mask_of(*sizes, *shape[2:]) if case.blocks else None
-        self.bias = bias if bias is None else bias.masked_fill(bias > 3, -math.inf)
+        self.bias = None
+        if case.bias:
+            self.bias = bias.masked_fill(bias > 3, -math.inf)
+            longest = max(map(sum, zip(case.lengths, new or (0,) * case.batch, strict=True)))
+            self.bias[..., max(longest, 1) :] = math.nan  # columns of no sequence
 
     def share(self) -> "Problem":
         """The same problem with latent values, which are the first columns of the keys, in the same memory."""

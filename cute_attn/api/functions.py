@@ -81,6 +81,8 @@ def with_block_mask(call: Call, functions: Functions) -> Functions:
         kinds = kinds_for_cache(block_mask, (*call.q.shape, *call.k_cache.shape))
     sizes = (batch, call.max_seqlen_q, heads, call.cache.capacity, heads_kv)
     check_fits(block_mask, kinds, call.q.device, *sizes)
+    if not all(sizes):
+        return score_mod, mask_mod, None
     own, *_ = functions_of(block_mask, kinds, *sizes)
     if mask_mod is None:
         return score_mod, own, None

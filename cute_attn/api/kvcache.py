@@ -146,10 +146,11 @@ check_lengths
         cache_seqlens[b] + i, if causal or a window is given; otherwise all queries are at the first position.
     softmax_scale, causal, window, softcap, alibi_slopes, sinks
         As for :func:`cute_attn.attention`; causal is False or True.
-    bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, keys), fp16, bf16, fp32 or bool, optional
+    bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, keys or 1), fp16, bf16, fp32 or bool, optional
         As for :func:`cute_attn.attention`, after ALiBi. Row i is for a sequence's query i in this call, column j for
         its key j, from cache_leftpad. keys: at least the longest sequence's, which is checked on the CPU and with
-        check_lengths; later keys would read the last column. Packed queries: seqlen_q is max_seqlen_q.
+        check_lengths; later keys read the last column. With packed queries seqlen_q is max_seqlen_q. If all keys that a
+        query sees have a number of 1e8 or more in magnitude, out is the mean of their values only with num_splits 1.
     tree_mask : Tensor (total_q, words), int32, optional
         For queries that are a tree of draft tokens. Bit j of row i (bit j % 32 of word j // 32) is set if query i sees
         key j of the last seqlen_q keys of its sequence, which are the draft tokens' keys. All earlier keys are visible.

@@ -63,7 +63,7 @@ class Bias(Epilogue):
     it is added, and occupies no registers before.
 
     With ``cached`` keys, rows of a tile may have different heads, and column 0 of the tensor is the sequence's first
-    key. A key beyond the last column reads that column.
+    key. Keys beyond the last column read that column, so one column serves all keys.
     """
 
     dtype: str

@@ -551,14 +551,14 @@ def _check_values(call: Call) -> None:
 
 
 def _check_columns(call: Call, bias: Tensor) -> None:
-    """Raise ValueError if a sequence has more keys than the bias has columns. Waits for the device."""
+    """Raise ValueError if a sequence has more keys than a bias of several columns. Waits for the device."""
     ends, capacity, columns = call.lengths_after(), call.cache.capacity, bias.shape[3]
     lengths = [capacity] * call.batch if ends is None else ends.clamp(max=capacity).tolist()
     starts = [0] * call.batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
     for b, (start, end) in enumerate(zip(starts, lengths, strict=True)):
-        if end - start > columns:
+        if end - start > columns > 1:
             raise ValueError(
-                f"bias has {columns} columns; accepted: {end - start} or more, the keys of sequence {b}"
+                f"bias has {columns} columns; accepted: {end - start} or more, the keys of sequence {b}, or 1"
             )
 
 
