@@ -78,10 +78,12 @@ class _KvcacheOptions(TypedDict, total=False):
     window: Window
     softcap: float
     alibi_slopes: Tensor | None
+    bias: Tensor | None
     sinks: Tensor | None
     tree_mask: Tensor | None
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
+    block_mask: Any
     epilogues: Sequence[str] | Mapping[str, Any]
     num_splits: int
     same_bits: bool

@@ -113,6 +113,8 @@ FURTHER = [
     "backward-sm90-fp16-d64-window-softcap-alibi-dropout_mem_efficient-varlen-seqused_k",
     "kvcache-sm80-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree-split_stream_k",
     "kvcache-sm90-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree-split_stream_k",
+    "kvcache-sm80-bf16-d128-causal-bias_fp32-seqused_k-paged-leftpad-split_stream_k",
+    "kvcache-sm90-bf16-d128-causal-bias_fp32-seqused_k-paged-leftpad-split_stream_k",
 ]
 MULTIPROCESSORS = 132
 BY_CACHE = {

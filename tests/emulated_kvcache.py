@@ -50,14 +50,16 @@ def attend(kernel, given):
     cache = ref.Cache(k, v, table, batch_idx)
     assert seqlens.max_seqlen_k == cache.capacity
     window = score_args[1] if traits.windowed else (UNBOUNDED, UNBOUNDED)
+    first = 2 + traits.softcap + traits.alibi
     inputs = ScoreInputs(
         *window,
-        alibi_slopes=score_args[2][0] if traits.alibi else None,
+        alibi_slopes=score_args[2 + traits.softcap][0] if traits.alibi else None,
         sinks=score_args[-1][0] if traits.sinks else None,
-        tree_mask=score_args[2 + traits.softcap + traits.alibi][0] if traits.tree else None,
+        bias=score_args[first][0] if traits.bias else None,
+        tree_mask=score_args[first + bool(traits.bias)][0] if traits.tree else None,
         softcap=score_args[0] if traits.softcap else 0.0,
         extra=dict(
-            zip(traits.epilogues, score_args[2 + traits.softcap + traits.alibi + traits.tree :], strict=False)
+            zip(traits.epilogues, score_args[first + bool(traits.bias) + traits.tree :], strict=False)
         ),
     )
     used = None if seqlens.seqused_k is None else seqlens.seqused_k + seqlens.added_k

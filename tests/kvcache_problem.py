@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
 from cute_attn import reference
 from cute_attn.api.append import ARGUMENTS as APPEND
@@ -39,6 +41,8 @@ class Case:
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
     softcap: float = 0.0
     alibi: str = ""  # "heads" or "batch"
+    blocks: str = ""  # a BlockMask: "one" for all sequences and heads, or one for "each"
+    bias: str = ""  # "whole", or the dimensions of size 1 among "bhq"
     sinks: bool = False
     tree: bool = False
     functions: bool = False  # score_mod and mask_mod that read all inputs
@@ -80,6 +84,8 @@ def random_case(seed: int, appends: bool = False) -> Case:
         alibi=pick.choice(("", "heads", "batch")),
         sinks=pick.random() < 0.3,
         functions=pick.random() < 0.2,
+        bias=pick.choice(("", "", "whole", "b", "h", "hq")),
+        blocks=pick.choice(("", "", "", "one", "each")),
     )
 
 
@@ -137,9 +143,52 @@ CASES = {
     "functions-packed-append": Case((5, 0, 9), queries=(2, 4, 0), new=(2, 4, 3), packed=True, functions=True, rotary=4,
                                     heads=(5, 1), softcap=1.5, sinks=True, mask="window", window=(4, 1)),
     "functions-leftpad": Case((17, 60), functions=True, leftpad=(3, 14), heads=(8, 1), capacity=64, alibi="batch"),
+    "bias": Case((5, 0, 24), bias="whole", heads=(6, 2), queries=(3, 3, 3)),
+    "bias-leftpad-page": Case((7, 12), bias="h", page=3, leftpad=(3, 4), mask="causal", queries=(2, 2), heads=(5, 1)),
+    "bias-leftpad": Case((17, 60), bias="whole", leftpad=(3, 14), heads=(8, 1), capacity=64, alibi="batch"),
+    "bias-packed-append": Case((5, 0, 9), queries=(2, 4, 0), new=(2, 4, 3), packed=True, bias="b", rotary=4, sinks=True,
+                               heads=(4, 1), functions=True, mask="window", window=(4, 1)),
+    "bias-tree": Case((5, 19), queries=(4, 4), tree=True, bias="bq", heads=(4, 2), page=16, capacity=32),
+    "blocks": Case((17, 60, 0), blocks="one", capacity=64, heads=(8, 1), queries=(12, 12, 12)),
+    "blocks-page-append": Case((17, 40), blocks="each", new=(3, 3), page=16, capacity=64, heads=(4, 1), bias="whole",
+                               queries=(3, 3), softcap=1.5),
+    "blocks-leftpad": Case((17, 60), blocks="one", functions=True, leftpad=(3, 14), heads=(6, 2), capacity=64),
+    "blocks-packed": Case((5, 0, 39), blocks="each", queries=(3, 1, 9), packed=True, tree=True, page=8, capacity=40),
     "groups": Case((5, 9), heads=(6, 2)),
     "groups-of-5": Case((5, 9), heads=(5, 1), dims=(24, 16), mask="causal", queries=(2, 2)),
 }  # fmt: skip
+
+
+def block_mask_of(batch: int, heads: int, queries: int, keys: int, block: int = 8) -> BlockMask:
+    """A third of the blocks is full, a third partial, and the others are in no list, though the function shows them."""
+    shape = (batch, heads, -(-queries // block), -(-keys // block))
+    b, h, i, j = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
+    kind, lists = (b + h + i + 2 * j) % 3, []
+    for one in (1, 2):
+        listed = (kind == one).int()
+        lists += [listed.sum(-1).int(), listed.sort(dim=-1, descending=True, stable=True).indices.int()]
+
+    def mask_mod(b, h, i, j):
+        return (i + j + h) % 5 != 0
+
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=mask_mod, seq_lengths=(queries, keys))
+
+
+def shown_by(mask: BlockMask) -> Callable[..., torch.Tensor]:
+    """The mask as a function of positions, read from its lists one by one."""
+    counts, full, (rows, columns) = mask.kv_num_blocks, mask.full_kv_num_blocks, mask.BLOCK_SIZE
+    shape = (*counts.shape, mask.kv_indices.shape[3])
+    kinds = torch.zeros(shape, dtype=torch.int64)
+    for place in itertools.product(*map(range, counts.shape)):
+        kinds[place][mask.kv_indices[place][: counts[place]].long().cpu()] = 1
+        kinds[place][mask.full_kv_indices[place][: full[place]].long().cpu()] = 2
+    kinds = kinds.to(counts.device)
+
+    def shows(b, h, i, j):
+        kind = kinds[b if shape[0] > 1 else 0, h if shape[1] > 1 else 0, i // rows, j // columns]
+        return (kind == 2) | ((kind == 1) & mask.mask_mod(b, h, i, j))
+
+    return shows
 
 
 class Problem:
@@ -184,6 +233,15 @@ class Problem:
         self.tree = bits if case.tree else None
         shape = (case.batch, heads, max(*queries, 1), case.capacity)
         self.added = randn(*shape).float() if case.functions else None
+        sizes = zip("bhqk", shape, strict=True)
+        bias = 2 * randn(*(1 if axis in case.bias else n for axis, n in sizes))
+        sizes = shape[:2] if case.blocks == "each" else (1, 1)
+        self.blocks = block_mask_of(*sizes, *shape[2:]) if case.blocks else None
+        self.bias = None
+        if case.bias:
+            self.bias = bias.masked_fill(bias > 3, -math.inf)
+            longest = max(map(sum, zip(case.lengths, new or (0,) * case.batch, strict=True)))
+            self.bias[..., max(longest, 1) :] = math.nan  # columns of no sequence
 
     def share(self) -> "Problem":
         """The same problem with latent values, which are the first columns of the keys, in the same memory."""
@@ -203,7 +261,20 @@ class Problem:
     def to(self, device: str) -> "Problem":
         """The same problem on another device."""
         self.device = device
-        for name in ("q", "k", "v", "table", "cu_q", "cu_new", "slopes", "sinks", "tree", "added"):
+        for name in (
+            "q",
+            "k",
+            "v",
+            "table",
+            "cu_q",
+            "cu_new",
+            "slopes",
+            "bias",
+            "blocks",
+            "sinks",
+            "tree",
+            "added",
+        ):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value.to(device))
         self.new = self.new and [x.to(device) for x in self.new]
@@ -246,8 +317,10 @@ class Problem:
             "window": window if case.mask == "window" else (None, None),
             "softcap": case.softcap,
             "alibi_slopes": self.slopes,
+            "bias": self.bias,
             "sinks": self.sinks,
             "tree_mask": self.tree,
+            "block_mask": self.blocks,
             **(self.functions() if case.functions else {}),
         }
 
@@ -261,10 +334,19 @@ class Problem:
 
     def epilogues(self) -> dict[str, tuple]:
         """The traced functions as epilogues, with their tensors."""
-        if not self.case.functions:
+        if not self.case.functions and self.blocks is None:
             return {}
-        name, tensors = epilogue_of(*self.functions().values())
+        functions = self.definition()
+        name, tensors = epilogue_of(functions.get("score_mod"), functions["mask_mod"])
         return {name: tensors}
+
+    def definition(self) -> dict[str, Any]:
+        """The functions, with what the blocks show as a part of mask_mod."""
+        found = self.functions() if self.case.functions else {}
+        if self.blocks is not None:
+            own, shows = found.get("mask_mod"), shown_by(self.blocks)
+            found["mask_mod"] = shows if own is None else lambda *at: own(*at) & shows(*at)
+        return found
 
     def place(self, b: int, row: int) -> tuple[int, int]:
         """Index of a row of sequence b in the cache, computed once more from the definition."""
@@ -305,6 +387,7 @@ class Problem:
             ScoreInputs(
                 *case.window,
                 alibi_slopes=self.slopes,
+                bias=self.bias,
                 softcap=case.softcap,
                 sinks=self.sinks,
                 tree_mask=self.tree,
@@ -359,15 +442,25 @@ class Problem:
                 0.3,
                 softcap=case.softcap,
                 alibi=self.slopes,
-                bias=None if self.tree is None else self.seen_in_tree(b, len(q), len(k)),
+                bias=self.bias_of(b, len(q), len(k)),
                 window=bounds,
                 sinks=self.sinks,
-                **(self.functions() if case.functions else {}),
+                **self.definition(),
             )
             # Both lengths count from leftpad, so that their difference does not depend on it.
             out, lse = oracle.attend(q, k, v, options, q.dtype, b, len(k) - len(q))
             found.append((out, lse.T))
         return zip(*found, strict=True)
+
+    def bias_of(self, b: int, queries: int, keys: int) -> torch.Tensor | None:
+        """The bias of a sequence, with -inf for what its tree hides."""
+        if self.tree is None:
+            return self.bias
+        seen = self.seen_in_tree(b, queries, keys)
+        if self.bias is None:
+            return seen
+        bias = self.bias[min(b, len(self.bias) - 1) :][:1, :, :queries, :keys]
+        return torch.where(seen, bias, -math.inf)
 
     def seen_in_tree(self, b: int, queries: int, keys: int) -> torch.Tensor:
         """(1, 1, queries, keys): whether a query sees a key; the last keys are at the queries' positions."""

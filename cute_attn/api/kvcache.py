@@ -12,10 +12,11 @@ from torch import Tensor
 
 from cute_attn.api import append
 from cute_attn.api.attention import Window, resolve_mask
-from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node
+from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, with_block_mask
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
+from cute_attn.host.bias import readable
 from cute_attn.host.call import (
     LARGE_HEAD_DIM,
     Call,
@@ -66,7 +67,7 @@ from cute_attn.reference import kvcache as kvcache_reference
 
 _TENSORS = (
     "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cu_seqlens_k_new",
-    "rotary_cos", "rotary_sin", "rotary_seqlens", "cache_leftpad", "cu_seqlens_q", "alibi_slopes", "sinks",
+    "rotary_cos", "rotary_sin", "rotary_seqlens", "cache_leftpad", "cu_seqlens_q", "alibi_slopes", "bias", "sinks",
     "tree_mask",
 )  # fmt: skip
 _OPTIONS = (
@@ -100,10 +101,12 @@ def attention_with_kvcache(
     window: Window = (None, None),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     tree_mask: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None,
+    block_mask: Any = None,
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     num_splits: int = 0,
     same_bits: bool = False,
@@ -143,15 +146,24 @@ check_lengths
         cache_seqlens[b] + i, if causal or a window is given; otherwise all queries are at the first position.
     softmax_scale, causal, window, softcap, alibi_slopes, sinks
         As for :func:`cute_attn.attention`; causal is False or True.
+    bias : Tensor (batch or 1, nheads or 1, seqlen_q or 1, keys or 1), fp16, bf16, fp32 or bool, optional
+        As for :func:`cute_attn.attention`, after ALiBi. Row i is for a sequence's query i in this call, column j for
+        its key j, from cache_leftpad. keys: at least the longest sequence's, which is checked on the CPU and with
+        check_lengths; later keys read the last column. With packed queries seqlen_q is max_seqlen_q. If all keys that a
+        query sees have a number of 1e8 or more in magnitude, out is the mean of their values only with num_splits 1.
     tree_mask : Tensor (total_q, words), int32, optional
         For queries that are a tree of draft tokens. Bit j of row i (bit j % 32 of word j // 32) is set if query i sees
         key j of the last seqlen_q keys of its sequence, which are the draft tokens' keys. All earlier keys are visible.
         total_q: rows of q, batch * seqlen_q or packed; words: at least max_seqlen_q / 32. Rows are not positions in a
         tree, so windows and ALiBi are not supported, and rotary embedding must be applied before the call.
     score_mod, mask_mod, epilogues
-        As for :func:`cute_attn.attention`, after softcap, ALiBi and the tree. q_idx counts a sequence's queries in this
-        call, kv_idx its keys from cache_leftpad. A query's position is ``q_idx + seqlen_k - seqlen_q``; a function must
-        capture these lengths. Functions support several heads per work tile, registered epilogues only one.
+        As for :func:`cute_attn.attention`, after softcap, ALiBi, bias and the tree. q_idx counts a sequence's queries
+        in this call, kv_idx its keys from cache_leftpad. A query's position is ``q_idx + seqlen_k - seqlen_q``; a
+        function must capture these lengths. Functions support several heads per work tile, registered epilogues one.
+    block_mask : torch.nn.attention.flex_attention.BlockMask, optional
+        As for :func:`cute_attn.attention`, made for batch sequences or 1, nheads heads or 1, seqlen_q queries or more,
+        and at least as many keys as a sequence may have: an entry's rows, or the rows of all its pages. Its queries are
+        those of this call, its keys those of a sequence, from cache_leftpad. Kernels read the blocks that it hides.
     num_splits : int
         How the keys of a query block are split on CUDA. 0: depends on shapes, mostly stream-K (all key blocks in equal
         ranges, one for each CTA that fits the GPU at once); 1: no split; n up to 512: n splits. Repeated calls are
@@ -186,26 +198,32 @@ check_lengths
     """
     if not isinstance(cache_seqlens, Tensor | None) and isinstance(q, Tensor) and not q.is_nested:
         cache_seqlens = _one_length(cache_seqlens, q, cu_seqlens_q, k_cache, page_table)
+    if isinstance(bias, Tensor) and isinstance(q, Tensor):
+        bias = readable(bias, q.dtype, bias.shape[-1] if bias.dim() else 0)
     tensors = (
         q, k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, rotary_cos,
-        rotary_sin, rotary_seqlens, cache_leftpad, cu_seqlens_q, alibi_slopes, sinks, tree_mask,
+        rotary_sin, rotary_seqlens, cache_leftpad, cu_seqlens_q, alibi_slopes, bias, sinks, tree_mask,
     )  # fmt: skip
     options = (
         rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, same_bits, kernel,
         tile, check_lengths, return_lse, epilogues,
     )  # fmt: skip
-    functions = (score_mod, mask_mod, None)
+    functions = (score_mod, mask_mod, block_mask)
     given, read = tensors if out is None else (*tensors, out), ()
     key: Hashable = options
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
     named = type(epilogues) is not tuple or epilogues
-    if (named or score_mod is not None or mask_mod is not None) and not users and isinstance(q, Tensor):
-        compiling = torch.compiler.is_compiling()
-        brought = None if compiling else plans.read_by(options, len(options) - 1, functions, q, k_cache)
+    masked, tables = mask_mod is not None or block_mask is not None, None
+    if (named or score_mod is not None or masked) and not users and isinstance(q, Tensor):
+        sizes, brought = None, None
+        if block_mask is not None and isinstance(k_cache, Tensor):
+            sizes = (), (*q.shape, *k_cache.shape)
+        if not torch.compiler.is_compiling():
+            brought = plans.read_by(options, len(options) - 1, functions, q, k_cache, sizes)
         if brought is None:
             users = True
         else:
-            key, own, read, _ = brought
+            key, own, read, tables = brought
             given = (*given, *own)
     arguments = (functions, tensors, out, options)
     if users or check_lengths is not False or type(return_lse) is not bool:
@@ -215,7 +233,7 @@ check_lengths
         latent = cached and k_cache.shape[-1] > LARGE_HEAD_DIM and _are_latent(k_cache, v_cache)
         precision = _precision(q) if cached and k_cache.dtype == torch.float32 else ""
         key = ("attention_with_kvcache", key, latent, precision)
-        found = plans.repeat(key, given, lambda: as_one_node(_attend, *arguments), read)
+        found = plans.repeat(key, given, lambda: as_one_node(_attend, *arguments), read, tables)
     return found if return_lse else found[0]
 
 
@@ -253,7 +271,6 @@ def _attend(
         for name, x in (("q", q), ("k_cache", k_cache)):
             check_dense(name, x)
     mask, left, right = resolve_mask(causal, window)
-    epilogues, epilogue_tensors, epilogue_numbers = pack_epilogues(all_epilogues(tensors, named, functions))
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
     stated = longest if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q)
@@ -261,9 +278,15 @@ def _attend(
         rotary_interleaved=bool(rotary_interleaved), max_seqlen_q=stated if packed else longest,
         softmax_scale=scale_of(softmax_scale, q), mask=mask, window_left=left, window_right=right,
         softcap=number("softcap", softcap), kernel=kernel_name(kernel), tile=tile_text("tile", tile),
-        num_splits=num_splits, same_bits=bool(same_bits), epilogues=epilogues,
-        epilogue_tensors=materialized(epilogue_tensors), epilogue_numbers=epilogue_numbers,
+        num_splits=num_splits, same_bits=bool(same_bits),
     )  # fmt: skip
+    named = all_epilogues(tensors, named, with_block_mask(call, functions))
+    epilogues, epilogue_tensors, epilogue_numbers = pack_epilogues(named)
+    call = call._replace(
+        epilogues=epilogues,
+        epilogue_tensors=materialized(epilogue_tensors),
+        epilogue_numbers=epilogue_numbers,
+    )
     # On CUDA a call of known metadata is checked already.
     call = call._replace(precision=_precision(q))
     plan = known_plan(call) if q.is_cuda and no_dispatch_mode() else None

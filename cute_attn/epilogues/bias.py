@@ -42,6 +42,8 @@ class BiasRows:
     paired: Boolean  # rows are aligned to pairs: an element of an even column and the next one are one load
     score_scale: Float32
     gradient: Any = None  # GradientRows, where one is wanted
+    first_key: Int32 | None = None  # the first column, if that is not column 0
+    heads: Any = None  # with a cache: (stride of a head, the last head relative to this one)
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,14 @@ class Bias(Epilogue):
 
     With ``tile.tma_bias`` the kernel loads 16-bit tiles to shared memory by TMA. The bias is read from there only when
     it is added, and occupies no registers before.
+
+    With ``cached`` keys, rows of a tile may have different heads, and column 0 of the tensor is the sequence's first
+    key. Keys beyond the last column read that column, so one column serves all keys.
     """
 
     dtype: str
     gradient: bool = False
+    cached: bool = False
     name = "bias"
 
     def fake_args(self) -> tuple:
@@ -97,14 +103,27 @@ class Bias(Epilogue):
         if cutlass.const_expr(self.gradient):
             grad, grad_stride, grad_paired = self._plane(args[1], context)
             gradient = GradientRows(grad, grad_stride, args[2], grad_paired, context.gradient_scale)
-        return BiasRows(
+        rows = BiasRows(
             pointer, row_stride, context.seqlen_q, context.seqlen_k, paired, context.score_scale, gradient
         )
+        if cutlass.const_expr(self.cached):
+            head_stride, end = args[0].stride[1], Int32(args[0].shape[3])
+            end = end if context.first_key is None else context.first_key + end
+            rows = replace(
+                rows,
+                seqlen_k=cutlass.min(rows.seqlen_k, end),
+                paired=rows.paired & (head_stride % 2 == 0),
+                first_key=context.first_key,
+                heads=(Int64(head_stride), context.nheads - 1 - context.head),
+            )
+        return rows
 
     def _plane(self, tensor: cute.Tensor, context: ScoreContext) -> tuple[cute.Pointer, Int64, Boolean]:
         """(pointer to the first element, row stride, True if rows are aligned to pairs) for one batch and head."""
         stride_batch, stride_head, stride_row, _ = tensor.stride
         start = Int64(context.batch) * stride_batch + Int64(context.head) * stride_head
+        if context.first_key is not None:
+            start -= context.first_key
         pointer = tensor.iterator + start
         paired = (pointer.toint() % self._pair_bytes == 0) & (stride_row % 2 == 0)
         return pointer, Int64(stride_row), Boolean(paired)
@@ -142,7 +161,7 @@ class Bias(Epilogue):
         if cutlass.const_expr(tile.transposed):
             self._load_transposed(state, tile, self._elements(loaded, along, lines))
         # A warp-uniform branch: predicated off, the single loads would still be issued.
-        elif uniform(Uint32(state.paired & (_end(tile) <= state.seqlen_k))) != Uint32(0):
+        elif uniform(Uint32(state.paired & _columns_exist(state, tile))) != Uint32(0):
             for r in cutlass.range_constexpr(rows):
                 row = self._row(state, tile, tile.row0, r).align(self._pair_bytes)
                 for c in cutlass.range_constexpr(0, cols, 2):
@@ -170,7 +189,10 @@ class Bias(Epilogue):
         for r in cutlass.range_constexpr(len(tile.rows)):
             row = self._row(state, tile, row0, r)
             for c in cutlass.range_constexpr(len(tile.cols)):
-                column = cutlass.min(tile.col0 + tile.cols[c], state.seqlen_k - 1) - tile.col0
+                column = cutlass.min(tile.col0 + tile.cols[c], state.seqlen_k - 1)
+                if cutlass.const_expr(state.first_key is not None):
+                    column = cutlass.max(column, state.first_key)
+                column = column - tile.col0
                 index = (r, c) if cutlass.const_expr(tile.transposed) else (c, r)
                 elements[index] = cute.make_tensor(row + column, cute.make_layout(1))[0]
 
@@ -182,7 +204,11 @@ class Bias(Epilogue):
     def _row(self, state: BiasRows, tile: ScoreTile, row0: Int32, r: int) -> cute.Pointer:
         """Pointer to the bias of row r at the thread's first column; rows past the end are clamped to the last row."""
         row = cutlass.min(row0 + tile.rows[r], state.seqlen_q - 1)
-        return state.pointer + (Int64(row) * state.row_stride + Int64(tile.col0))
+        start = Int64(row) * state.row_stride + Int64(tile.col0)
+        if tile.heads is not None:
+            head_stride, last = state.heads
+            start += Int64(cutlass.min(tile.heads[r], last)) * head_stride
+        return state.pointer + start
 
     def forward(self, state: BiasRows, tile: ScoreTile, loaded: Any) -> None:
         if tile.tma_bias is not None:
@@ -401,6 +427,14 @@ def _row_pointers(pointer: cute.Pointer, stride: Int64, tile: ScoreTile, row0: I
         at = at + steps[row - last]
         pointers.append(at)
     return pointers
+
+
+def _columns_exist(state: BiasRows, tile: ScoreTile) -> Boolean:
+    """True if all columns of the whole tile are in bounds."""
+    exist = _end(tile) <= state.seqlen_k
+    if state.first_key is not None:
+        exist = exist & (tile.col0 // tile.tile_n * tile.tile_n >= state.first_key)
+    return exist
 
 
 def _end(tile: ScoreTile) -> Int32:

@@ -77,7 +77,7 @@ class EpilogueChain:
         if traits.alibi:
             modifiers.append(Alibi())
         if traits.bias:
-            modifiers.append(Bias(traits.bias, traits.bias_grad))
+            modifiers.append(Bias(traits.bias, traits.bias_grad, traits.op == "kvcache"))
         if traits.tree:
             modifiers.append(Tree())
         modifiers += [user_epilogue(name).of(traits) for name in traits.epilogues]

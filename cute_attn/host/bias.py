@@ -19,14 +19,14 @@ def with_readable_bias(tensors: Tensors, max_seqlen_k: int | None) -> Tensors:
     seqlen_k = k.shape[1] if max_seqlen_k is None else python_number(max_seqlen_k)
     # The checks report errors.
     fine = isinstance(seqlen_k, int | torch.SymInt) and 0 <= seqlen_k < 2**31 and q.is_floating_point()
-    if not fine or bias.layout is not torch.strided or bias.is_nested or not 2 <= bias.dim() <= 4:
+    if not fine:
         return tensors
     bias = readable(bias, q.dtype, seqlen_k)
     return (*tensors[:BIAS], bias, *tensors[BIAS + 1 :])
 
 
 def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
-    """The bias with four dimensions, the last one of full size and contiguous.
+    """The bias with four dimensions, the last one of full size and contiguous; as it is if the checks refuse it.
 
     Every step is differentiable, and none copies a bias that already has this form.
 
@@ -36,6 +36,8 @@ def readable(bias: Tensor, dtype: torch.dtype, seqlen_k: int) -> Tensor:
         dtype: q's dtype.
         seqlen_k: keys of the longest sequence.
     """
+    if bias.layout is not torch.strided or bias.is_nested or not 2 <= bias.dim() <= 4:
+        return bias
     if bias.dtype == torch.bool and dtype.is_floating_point:
         bias = torch.zeros_like(bias, dtype=dtype).masked_fill(~bias, -torch.inf)
     bias = four_dims(bias)

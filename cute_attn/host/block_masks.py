@@ -69,6 +69,14 @@ def epilogue_of_block_mask(
     return name, (*tensors, *known.lists)
 
 
+def kinds_for_cache(block_mask: BlockMask, sizes: tuple[int, ...]) -> Tensor:
+    """The table of kinds for keys in a cache, whose kernels visit all blocks. sizes: those of :func:`tables_of`."""
+    with beyond_transforms():
+        made = _made_of(block_mask)
+    _keep(made.lists, sizes, _Lists((), (), ()))
+    return made.kinds
+
+
 def check_block_mask(block_mask: Any) -> None:
     """Raise TypeError for an argument that is not a BlockMask."""
     if not isinstance(block_mask, BlockMask):
@@ -89,8 +97,8 @@ def tables_of(
 ) -> tuple[Tensor, ...] | None:
     """The table of kinds and the lists of an earlier call of these sizes, or None if there are none or they are stale.
 
-    Those made in a CUDA graph's capture are not used. sizes: batch, queries, heads, keys and kv heads. starts:
-    cu_seqlens of packed sequences.
+    Those made in a CUDA graph's capture are not used. sizes: batch, queries, heads, keys and kv heads; with a cache,
+    the shapes of q and k_cache. starts: cu_seqlens of packed sequences.
     """
     known = _made.get(block_mask)
     if known is None:
@@ -389,7 +397,7 @@ def check_fits(block_mask: BlockMask, kinds: Tensor, device: torch.device, *size
     if kinds.device != device:
         raise ValueError(f"block_mask is on {kinds.device}; accepted: {device}, where q is")
     for what, dim, size in (("batch", 0, batch), ("heads", 1, nheads)):
-        if kinds.shape[dim] not in (1, size):
+        if kinds.shape[dim] != 1 and kinds.shape[dim] != size:  # "in" compares no symbolic sizes in graphs
             raise ValueError(f"block_mask has {what} {kinds.shape[dim]}; accepted: {size}, q's, or 1")
     if nheads % nheads_kv if nheads_kv else nheads:
         raise ValueError(f"q has {nheads} heads; accepted: a multiple of k's {nheads_kv}")

@@ -353,9 +353,10 @@ class Call(NamedTuple):
 
     def as_kernels_read(self) -> Self:
         """The call with strides for kernels: regular ones in dimensions of size 1, 0 to broadcast slopes and bias."""
+        columns = 0 if self.bias is None else self.bias.shape[3]
         shapes = {
             "alibi_slopes": (self.batch, self.nheads),
-            "bias": (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k),
+            "bias": (self.batch, self.nheads, self.max_seqlen_q, columns),
         }
         views: dict[str, Any] = {}
         for name in ("q", "k", "v", *shapes):

@@ -247,7 +247,9 @@ def _check_score_tensors(call: Call) -> None:
     if slopes is not None and tuple(slopes.shape) not in ((nheads,), (batch, nheads)):
         raise wrong_shape("alibi_slopes", slopes, f"({nheads},) or ({batch}, {nheads})")
     if bias is not None:
-        full = (batch, nheads, call.max_seqlen_q, call.max_seqlen_k)
+        # With a cache a bias may have any number of columns; lengths may be unknown here.
+        keys = call.max_seqlen_k if call.k_cache is None else max((1, *bias.shape[-1:]))
+        full = (batch, nheads, call.max_seqlen_q, keys)
         if (
             bias.dim() != 4
             or bias.shape[3] != full[3]
@@ -460,6 +462,8 @@ def check_attention(call: Call) -> None:
         raise ValueError(f"q has seqlen {call.longest[0]}; accepted: up to {MAX_SEQLEN}")
     _check_factors(call)
     _check_score_tensors(call)
+    if call.bias is not None and on_host(call.bias):
+        _check_columns(call, call.bias)
     slopes = call.alibi_slopes
     if slopes is not None:
         if (slopes.dtype, q.dtype) != (torch.float64, torch.float64):
@@ -503,6 +507,8 @@ def check_lengths(call: Call) -> None:
         check_cumulative("cu_seqlens_k_new", call.cu_seqlens_k_new.cpu(), call.batch, rows, rows)
     _check_values(call)
     after = call.lengths_after()
+    if call.bias is not None:
+        _check_columns(call, call.bias)
     if call.cache_seqlens is None or after is None:
         return
     capacity = call.cache.capacity
@@ -542,6 +548,18 @@ def _check_values(call: Call) -> None:
         for i in range(start // size, min(-(-end // size), len(table[entry]))):
             if not 0 <= table[entry][i] < pages:
                 raise ValueError(f"page_table[{entry}, {i}] is {table[entry][i]}; accepted: 0 to {pages - 1}")
+
+
+def _check_columns(call: Call, bias: Tensor) -> None:
+    """Raise ValueError if a sequence has more keys than a bias of several columns. Waits for the device."""
+    ends, capacity, columns = call.lengths_after(), call.cache.capacity, bias.shape[3]
+    lengths = [capacity] * call.batch if ends is None else ends.clamp(max=capacity).tolist()
+    starts = [0] * call.batch if call.cache_leftpad is None else call.cache_leftpad.tolist()
+    for b, (start, end) in enumerate(zip(starts, lengths, strict=True)):
+        if end - start > columns > 1:
+            raise ValueError(
+                f"bias has {columns} columns; accepted: {end - start} or more, the keys of sequence {b}, or 1"
+            )
 
 
 # ---- checks of the kernels' requirements ----
@@ -729,9 +747,12 @@ def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]
 
 
 def check_append_for_kernels(call: Call) -> None:
-    """Raise for a call that the append kernel does not support. Assumes :func:`check_append`."""
+    """Raise for a call that the kernels of a cache do not support. Assumes :func:`check_append`."""
     for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
         check_dtype(name, x, *DTYPE_NAMES, on=" on CUDA")
+    if call.bias is not None:
+        check_dtype("bias", call.bias, *DTYPE_NAMES, on=" on CUDA")
+        check_last_stride("bias", call.bias)
     check_cache_addresses(call)
     if call.k is not None:
         check_count("k has elements in rows of one head", call.k.numel() // call.k.shape[-1])

@@ -105,7 +105,7 @@ def read_by(
     functions: tuple[Any, Any, Any],
     q: Tensor,
     k: Any,
-    packed: block_masks.Packed | None = None,
+    packed: tuple[Tensors, tuple[int, ...]] | None = None,
 ) -> "tuple[Hashable, tuple[Tensor, ...], tuple, Tables | None] | None":
     """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
 
@@ -114,7 +114,7 @@ def read_by(
     Args:
         functions: score_mod, mask_mod and block_mask.
         given: the call's arguments other than tensors; ``given[at]`` is its epilogues.
-        packed: starts and sizes of packed sequences with a BlockMask.
+        packed: with a BlockMask, the starts and sizes for its tables, if not those of batches.
     """
     sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
     starts: Tensors = ()

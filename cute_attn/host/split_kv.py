@@ -241,7 +241,7 @@ def as_cache(call: Call) -> Call:
 
 
 def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> bool:
-    """True if splitting keys pays: few work tiles, many keys, and no feature that kernels for a cache lack.
+    """True if splitting keys pays: few work tiles, many keys, no bias, and no feature that kernels for a cache lack.
 
     kernel: the forward kernel that would serve the call otherwise.
     """

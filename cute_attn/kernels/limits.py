@@ -63,7 +63,7 @@ def beyond_cache(
         dtypes: supported dtypes of q, k, v and o.
         folds: True if the kernel supports the split "folded".
     """
-    for name in ("bias", "dropout", "seqused_q", *lacks):
+    for name in ("dropout", "seqused_q", *lacks):
         if getattr(traits, name):
             return f"{name} is {getattr(traits, name)}; accepted: none"
     if traits.split == "fixed" and traits.sinks:

@@ -192,6 +192,8 @@ def attention(
         own = inputs
         if inputs.alibi_slopes is not None and inputs.alibi_slopes.dim() == 2:
             own = dataclasses.replace(inputs, alibi_slopes=inputs.alibi_slopes[b])
+        if inputs.bias is not None:
+            own = dataclasses.replace(own, bias=inputs.bias[min(b, len(inputs.bias) - 1)].unsqueeze(0))
         k, v = (x[where].unsqueeze(0) for x in (cache.k, cache.v))
         epilogues = tuple(_of_sequence(epilogue, b) for epilogue in features.epilogues)
         if trees is not None:

@@ -34,10 +34,11 @@ TILE_ROWS = 64
 def may_pack_heads(traits: Traits) -> bool:
     """True if a work tile may have rows of several heads: no epilogue assumes one head per work tile.
 
-    ALiBi does not assume that, nor do functions in kvcache kernels; in other kernels, functions do.
+    ALiBi does not assume that, nor do a bias and functions in kvcache kernels; in other kernels, these do.
     """
-    functions = traits.op == "kvcache" and are_functions(traits.epilogues)
-    return not (traits.bias or traits.dropout or (traits.epilogues and not functions))
+    if traits.op == "kvcache":
+        return are_functions(traits.epilogues)
+    return not (traits.bias or traits.dropout or traits.epilogues)
 
 
 def best_packing(tiles: Sequence[Any], plain: Any, seqlen_q: int, group: int, varlen: bool) -> Any:
@@ -580,7 +581,7 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     page_rows: int = choice(0, 0, 8, 16, 32, 64, 128)
     half_registers: bool = False
 
-    # O has no shared memory, and there is no bias.
+    # O and a bias have no shared memory.
     share_qo_smem: ClassVar[bool] = False  # type: ignore[misc]
     bias_stages: ClassVar[int] = 0  # type: ignore[misc]
     BROADCAST_START: ClassVar[int] = 448  # items with key ranges are twice as large

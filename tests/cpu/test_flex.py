@@ -8,9 +8,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.attention.flex_attention as pytorch
+from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
-from cute_attn import flex
+from cute_attn import attention_with_kvcache, flex
 from cute_attn.compiler.registry import Unsupported
 from cute_attn.flex import overrides
 from cute_attn.host import block_masks, doors
@@ -183,6 +184,26 @@ def test_a_sliced_mask_has_its_mask_mod_from_its_owner():
     part.mask_mod = lambda b, h, q_idx, kv_idx: document(b + 1, h, q_idx, kv_idx)
     ours, theirs = (f(q, k, v, block_mask=part) for f in (flex.flex_attention, pytorch.flex_attention))
     torch.testing.assert_close(ours, theirs)
+
+
+def test_pytorchs_paged_attention():
+    """Its mask of pages in memory serves flex_attention, and its mask of sequences a cache of its pages."""
+    batch, heads, pages, page, dim = 2, 2, 6, 128, 16
+    paged = PagedAttention(pages, page, batch, device="cpu")
+    caches = [torch.zeros(1, heads, pages * page, dim) for _ in range(2)]
+    k, v = (torch.randn(batch, heads, 256, dim) for _ in range(2))
+    for b in range(batch):
+        paged.reserve(torch.tensor(b), torch.tensor(256))
+    paged.assign(torch.arange(batch), torch.arange(256).expand(batch, -1), k, v, *caches)
+    offsets, q = torch.tensor([250, 131]), torch.randn(batch, heads, 3, dim)
+    mask = create_block_mask(lambda b, h, i, j: offsets[b] + i >= j, batch, None, 3, 256, device="cpu")
+    expected = flex.flex_attention(q, k, v, block_mask=mask)
+    found = flex.flex_attention(q, *caches, block_mask=paged.convert_logical_block_mask(mask))
+    torch.testing.assert_close(found, expected)
+    rows = [x[0].unflatten(1, (pages, page)).permute(1, 2, 0, 3) for x in caches]
+    table = paged.page_table[:, :2].int().contiguous()
+    found = attention_with_kvcache(q.transpose(1, 2), *rows, page_table=table, block_mask=mask)
+    torch.testing.assert_close(found.transpose(1, 2), expected)
 
 
 def test_a_table_is_made_once_and_again_where_lists_change():

@@ -22,7 +22,7 @@ from cute_attn.host.call import Call
 from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache, machine, refusals
 from tests.cpu.test_examples import load
-from tests.kvcache_problem import CASES, UNALIGNED, Case, Problem
+from tests.kvcache_problem import CASES, UNALIGNED, Case, Problem, block_mask_of, shown_by
 from tests.tensors import int32
 
 
@@ -600,6 +600,15 @@ told(same_bits=True) -> ValueError: same_bits is True with torch.float32; accept
 run(Problem(Case((7,), leftpad=(3,)), dtype=torch.float16), same_bits=True)
     -> ValueError: same_bits is True with cache_leftpad; accepted: fp16 or bf16
 told(alibi_slopes=torch.zeros(3)) -> ValueError: alibi_slopes has shape (3,); accepted: (2,) or (2, 2)
+told(bias=torch.zeros(2, 3, 2, 24)) -> ValueError: bias has shape (2, 3, 2, 24); accepted: (2, 2, 2, 24), where each may
+told(bias=torch.zeros(9)) -> ValueError: bias has shape (9,); accepted: (2, 2, 2, 9), where each may be 1, without
+told(bias=torch.zeros(2, 7)) -> ValueError: bias has 7 columns; accepted: 8 or more, the keys of sequence 1
+told(bias=torch.zeros(2, 24).int()) -> TypeError: bias has dtype torch.int32; accepted: torch.float16, torch.bfloat16
+bounded(Case((7, 9), leftpad=(0, 3)), bias=torch.zeros(1, 6)) -> ValueError: bias has 6 columns; accepted: 7 or more
+told(block_mask=3) -> TypeError: block_mask is an int; accepted: torch's BlockMask, or None
+told(block_mask=block_mask_of(1, 1, 2, 23)) -> ValueError: block_mask has 23 keys; accepted: 24 or more, for these q
+told(block_mask=block_mask_of(3, 1, 2, 24)) -> ValueError: block_mask has batch 3; accepted: 2, q's, or 1
+told(block_mask=block_mask_of(1, 1, 2, 24), mask_mod=3) -> TypeError: mask_mod is an int; accepted: a function of
 told(k=torch.zeros(2, 2, 1, 16, device="meta")) -> ValueError: k is on meta; accepted: cpu, where q is
 told(cu_seqlens_q=int32(0, 2, 4)) -> ValueError: q has shape (2, 2, 2, 16); accepted: (total, nheads, head_dim)
 changed("q", lambda x: x.half()) -> TypeError: q has dtype torch.float16; accepted: torch.float32, k_cache's
@@ -641,6 +650,44 @@ def test_functions_read_heads_of_rows_and_classes_do_not():
         ValueError, match="epilogue 'relative_position', a class, is given with cache_leftpad"
     ):
         run(problem, epilogues={"relative_position": table}, cache_leftpad=int32(3))
+
+
+def test_a_record_follows_a_block_mask(monkeypatch):
+    """Its lists change in place, and another mask of the same sizes takes its place."""
+    case, made = Case((30, 61), capacity=64, heads=(4, 2), dims=(16, 16)), []
+    problem = Problem(case, dtype=torch.float16)
+
+    def results(options_of):
+        masks = [block_mask_of(1, 1, 1, 64) for _ in range(2)]
+        for step in range(30):
+            mask = masks[step // 10 % 2]
+            if step % 5 == 4:
+                for counts in (mask.kv_num_blocks, mask.full_kv_num_blocks):
+                    counts.fill_(step % 3 + 1)
+            yield run(problem, **options_of(mask))
+
+    expected = list(results(lambda mask: {"mask_mod": shown_by(mask)}))
+    with monkeypatch.context() as patch:
+        emulated_kvcache.patch(patch, gpu=True)
+        right = kvcache._attend
+        patch.setattr(kvcache, "_attend", lambda *given: made.append(1) or right(*given))
+        found = list(results(lambda mask: {"block_mask": mask}))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert len(made) < len(found)
+
+
+@pytest.mark.parametrize("what", ["bias", "bool", "block_mask"])
+def test_bias_and_block_mask_under_torch_compile(what):
+    problem = Problem(CASES["bias"], dtype=torch.float32)
+    mask = block_mask_of(1, 6, 3, 24)
+    own = (
+        {"block_mask": mask}
+        if what == "block_mask"
+        else {"bias": problem.bias > 0 if what == "bool" else problem.bias}
+    )
+    traced = torch.compile(attention_with_kvcache, fullgraph=True, backend="aot_eager")
+    found = traced(problem.q, problem.k, problem.v, return_lse=True, **(problem.options() | own))
+    torch.testing.assert_close(found, run(problem, **own))
 
 
 def test_a_plan_serves_tensors_of_its_functions_of_one_kind():

@@ -49,6 +49,9 @@ VIEWS, FIRST, LAYER = (
 HEADS_FIRST = [x.contiguous() for x in VIEWS]
 MASK = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
 
+LONG_BIAS = randn(2, 8, 1, 256)
+LONG_MASK = create_block_mask(lambda b, h, i, j: j % 3 > 0, None, None, 1, 256, device="cpu")
+
 
 def halved(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return s * 0.5
@@ -62,8 +65,8 @@ def flash(*tensors: Tensor) -> Tensor:
     return torch.ops.aten._scaled_dot_product_flash_attention(*tensors, 0.0, True)[0]
 
 
-def cached(function: Any, *new: Tensor) -> Tensor:
-    return function(*CACHE, *new, cache_seqlens=LENGTHS, causal=True)
+def cached(function: Any, *new: Tensor, **options: Any) -> Tensor:
+    return function(*CACHE, *new, cache_seqlens=LENGTHS, causal=True, **options)
 
 
 def appending(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -82,6 +85,8 @@ WAYS = {
     ),
     "attention with a BlockMask": (12, 4, 4, lambda: attention(Q, K, V, block_mask=MASK)),
     "attention_with_kvcache": (8, 3, 3, lambda: cached(attention_with_kvcache)),
+    "attention_with_kvcache with a bias": (11, 4, 4, lambda: cached(attention_with_kvcache, bias=LONG_BIAS)),
+    "attention_with_kvcache with a BlockMask": (12, 4, 4, lambda: cached(attention_with_kvcache, block_mask=LONG_MASK)),
     "attention_with_kvcache, appending": (11, 3, 3, lambda: cached(appending, *NEW)),
     "PyTorch's flash operator": (9, 3, 3, lambda: flash(*VIEWS)),
     "PyTorch's flash operator and its gradients": (18, 6, 3, lambda: grad(flash(*FIRST), FIRST, GRAD.transpose(1, 2))),

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -232,7 +232,14 @@ def _cache(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 def _kvcache(case: Case, inputs: Inputs, functions: Functions) -> Results:
     own = _options(case, inputs, functions) | _cache(case, inputs)
-    own.pop("bias")
+    return _named(cute_attn.attention_with_kvcache(inputs.q, own.pop("k_cache"), own.pop("v_cache"), **own))
+
+
+def _cached_block_mask(case: Case, inputs: Inputs, functions: Functions) -> Results:
+    """A cache without pages, whose capacity is the mask's number of keys."""
+    own = _options(case, inputs) | _cache(replace(case, extra=case.extra % 3), inputs)
+    own["block_mask"] = _made_mask(case, inputs, functions, "BLOCK_SIZE", _torchs_mask)
+    own["score_mod"] = functions.score_mod
     return _named(cute_attn.attention_with_kvcache(inputs.q, own.pop("k_cache"), own.pop("v_cache"), **own))
 
 
@@ -315,7 +322,14 @@ DOORS = {
     "flash_attn_varlen_func": Door(_flash_varlen, (*SCORES, "lengths", "grads"), ALL),
     "flash_attn_with_kvcache": Door(_flash_kvcache, (*SCORES, "mostly_nonempty", "used"), ALL),
     "attention_with_kvcache": Door(
-        _kvcache, (*SCORES, "mostly_nonempty", "head_dim_v", "sinks", "used", "score", "mask"), ALL
+        _kvcache,
+        (*SCORES, "mostly_nonempty", "head_dim_v", "bias", "any_bias", "sinks", "used", "score", "mask"),
+        ALL,
+    ),
+    "kvcache_block_mask": Door(
+        _cached_block_mask,
+        (*SCORES, "mostly_nonempty", "bias", "sinks", "used", "score", "mask", "only_mask"),
+        ALL,
     ),
     "merge_attention": Door(_merge, ("scale", "softcap", "gqa", "layout", "head_dim_v", "sinks"), ALL),
 }

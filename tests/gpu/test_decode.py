@@ -211,7 +211,7 @@ ANY_ROWS = [(59, 13), (34, 18), (100, 100), (250, 251)]
 WITH_ANY_ROWS = (
     *("plain", "append", "batch-idx", "page-3", "page-16", "leftpad-append", "leftpad-page", "packed-append"),
     *("rotary-halves-causal", "window-past", "alibi-batch", "sinks-packed", "tree-page-leftpad"),
-    *("functions-leftpad-page", "groups-of-5"),
+    *("functions-leftpad-page", "groups-of-5", "bias-leftpad-page", "bias-packed-append", "blocks-leftpad"),
 )
 
 
@@ -240,11 +240,11 @@ LENGTHS = (700, 64, 0, 1031, 5)
 """Sequences of several key blocks, and one without keys."""
 
 
-def many_blocks(heads, queries, dims, page) -> Case:
+def many_blocks(heads, queries, dims, page, **scores) -> Case:
     """Sequences to which the queries' keys are appended."""
     of_each = {"new": (queries,) * 5, "queries": (queries,) * 5}
     sizes = {"capacity": 1120, "page": page, "heads": heads, "dims": dims}
-    return Case(LENGTHS, **of_each, **sizes, rotary=8, mask="causal")
+    return Case(LENGTHS, **of_each, **sizes, rotary=8, mask="causal", **scores)
 
 
 @pytest.mark.parametrize("num_splits", [0, 3])
@@ -255,6 +255,59 @@ def test_rows_that_start_anywhere_in_many_blocks(heads, queries, dims, page, num
     """Few and many queries, with keys divided among CTAs; from a record as well."""
     problem = Problem(many_blocks(heads, queries, dims, page), dtype=torch.float16)
     check(problem, "cuda", repeats=10, num_splits=num_splits)
+
+
+BIASES = [("whole", torch.bfloat16), ("bq", torch.float32), ("h", torch.float16)]
+
+
+@pytest.mark.parametrize("arch", runnable_archs("kvcache"))
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize(("page", "columns"), [(0, 1120), (16, 1111)])
+@pytest.mark.parametrize(("bias", "dtype"), BIASES)
+@pytest.mark.parametrize(
+    ("heads", "queries", "dims"), [((4, 4), 1, (64, 64)), ((8, 1), 5, (128, 128)), ((6, 2), 80, (192, 64))]
+)
+def test_bias_and_block_mask_in_many_blocks(
+    heads, queries, dims, bias, dtype, page, columns, num_splits, arch
+):
+    """Columns of no sequence are NaN; rows of an odd number of columns start between pairs; from a record as well."""
+    blocks = {torch.bfloat16: "", torch.float32: "one", torch.float16: "each"}[dtype]
+    case = many_blocks(heads, queries, dims, page, bias=bias, blocks=blocks)
+    problem = Problem(case, dtype=torch.bfloat16)
+    problem.bias = problem.bias[..., :columns].contiguous().to(dtype)
+    check(problem, "cuda", repeats=4, num_splits=num_splits, kernel=arch)
+
+
+@pytest.mark.parametrize("arch", runnable_archs("kvcache"))
+@pytest.mark.parametrize("leftpad", [(), (3, 130)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_rows_of_the_smallest_number_are_means(dtype, leftpad, arch):
+    """A finite number hides no key; -inf hides keys, also all of a row."""
+    case = Case(
+        (300, 517), capacity=600, queries=(4, 4), heads=(8, 2), dims=(64, 64), leftpad=leftpad, bias="whole"
+    )
+    problem = Problem(case, dtype=torch.bfloat16)
+    problem.bias = problem.bias.to(dtype)
+    problem.bias[:, :, 0], problem.bias[:, :, 1, ::2] = torch.finfo(dtype).min, torch.finfo(dtype).min
+    problem.bias[:, :, 1, 1::2], problem.bias[:, :, 2] = -math.inf, -math.inf
+    check(problem, "cuda", repeats=2, num_splits=1, kernel=arch)
+
+
+def test_a_graph_replays_with_another_bias_and_other_blocks():
+    case = Case(
+        (300, 70), capacity=512, queries=(3, 3), heads=(8, 2), dims=(128, 128), bias="whole", blocks="each"
+    )
+    problem = Problem(case, dtype=torch.bfloat16).to("cuda")
+    options = problem.options()
+    graph, found = captured(
+        lambda: attention_with_kvcache(problem.q, problem.k, problem.v, return_lse=True, **options)
+    )
+    for step in range(3):
+        problem.bias.copy_(torch.roll(problem.bias[..., :300], step, -1).repeat(1, 1, 1, 2)[..., :512])
+        for counts in (problem.blocks.kv_num_blocks, problem.blocks.full_kv_num_blocks):
+            counts.fill_(5 * step + 4)
+        graph.replay()
+        assert_near(found, problem.run())
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -297,7 +350,7 @@ def test_fp32_in_many_blocks(heads, queries, dims, page, num_splits):
 def check_fp32(problem: Problem, **options):
     """Against the definition in fp64 of the same numbers."""
     expected = copy.deepcopy(problem)
-    for name in ("q", "k", "v", "sinks", "slopes"):
+    for name in ("q", "k", "v", "sinks", "slopes", "bias"):
         x = getattr(expected, name)
         setattr(expected, name, None if x is None else x.double())
     expected.new = expected.new and [x.double() for x in expected.new]

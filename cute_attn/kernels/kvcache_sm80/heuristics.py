@@ -19,7 +19,8 @@ TABLE = Table(__file__, ForwardSm80Tile)
 
 
 def keys(traits: Traits, target: str) -> tuple[Key, ...]:
-    return max(traits.head_dim, traits.head_dim_v), "functions" if traits.epilogues else "plain"
+    scores = "functions" if traits.bias or traits.epilogues else "plain"
+    return max(traits.head_dim, traits.head_dim_v), scores
 
 
 def tile_for_cache(traits: Traits, call: CacheCall, target: str) -> ForwardSm80Tile:

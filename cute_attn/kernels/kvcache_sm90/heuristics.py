@@ -52,10 +52,11 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheSm90Tile:
 def keys(traits: Traits, target: str, rows: str = "few_32") -> tuple[Key, ...]:
     """The keys by which rows of ``tiles.csv`` are matched; rows: ``few_32`` (up to 32), ``few`` (up to 64) or ``many``.
 
-    The register ``pressure`` is 2 with users' epilogues, whose scores may grow along the keys: tiles do not speculate.
+    The register ``pressure`` is 2 with a bias and users' epilogues, whose scores may grow along the keys: tiles do not
+    speculate.
     """
     split = "divided" if traits.divides_keys else "whole"
-    pressure = 2 if traits.epilogues else int(traits.softcap and traits.alibi)
+    pressure = 2 if traits.bias or traits.epilogues else int(traits.softcap and traits.alibi)
     return max(traits.head_dim, traits.head_dim_v), rows, split, pressure
 
 
