@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_attn.compiler import toolchain
 from cute_attn.lab.benchmark.peers import Declined, Implementation, Run, versions
-from cute_attn.lab.benchmark.timing import Clock, clock_under_load, query_gpu
+from cute_attn.lab.benchmark.timing import Clock, clock_under_load, sensor
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.sensors import known_median
 
@@ -130,7 +130,7 @@ def difference(out: Tensor, expected: Tensor) -> float:
 def machine() -> dict[str, Any]:
     """The GPU, versions, commit and date that a result states."""
     return {
-        "gpu": torch.cuda.get_device_name(), "driver": query_gpu("driver_version"), "clock_mhz": None,
+        "gpu": torch.cuda.get_device_name(), "driver": sensor().driver, "clock_mhz": None,
         "torch": torch.__version__, "cutlass_dsl": toolchain()["cutlass_dsl"], "peers": versions(),
         "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
