@@ -358,7 +358,7 @@ class _Study:
         assert self.card is not None
         default = tile_at(self.search.default, workload, self.search.target)
         kernel, beside = (self.cache_key(one) for one in (tile, default))
-        return TimingKey(kernel, beside, workload.name, self.card.gpu, self.card.driver)
+        return kernel, beside, workload.name, self.card.gpu, self.card.driver
 
     def cache_key(self, tile: Tile) -> str:
         return key_of(registry.lookup(self.search.traits, tile, self.search.target), self.search.target)

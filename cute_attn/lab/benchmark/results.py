@@ -25,10 +25,9 @@ TOLERANCE = 0.05
 def time_workloads(
     workloads: Iterable[Workload],
     implementations: Mapping[str, Implementation],
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
     milliseconds: float = 100.0,
 ) -> dict[str, Any]:
-    """Time every workload with every implementation, and describe the machine; ``report`` is called with every row.
+    """Time every workload with every implementation, and describe the machine.
 
     A row has ``"error"`` in place of numbers if the implementation failed, or if its output or a gradient differs from
     the first implementation's. A lost GPU context raises RuntimeError.
@@ -38,8 +37,6 @@ def time_workloads(
         new, mhz = time_workload(workload, implementations, clock, milliseconds)
         rows += new
         clocks.append(mhz)
-        for row in new:
-            report(row)
     return machine() | {"clock_mhz": known_median(clocks), "rows": rows}
 
 
