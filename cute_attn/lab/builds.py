@@ -21,12 +21,11 @@ _MOST_WORKERS = 32  # each takes a gigabyte or two
 
 @dataclass(frozen=True)
 class Built:
-    """The result of building one tile: its key in the cache, or the error. ``estimates``: static rank by workload;
-    ``no_rank``: why there is none. ``seconds``: build time, 0 if the kernel was in the cache.
+    """The result of building one tile. ``estimates``: static rank by workload; ``no_rank``: why there is none.
+    ``seconds``: build time, 0 if the kernel was in the cache.
     """
 
     tile: Tile
-    key: str = ""
     seconds: float = 0.0
     error: str = ""
     spills_in_step: int = 0
@@ -96,7 +95,7 @@ class WorkerBuilds:
         except Exception as error:  # the result of that tile
             return Built(tile, error=f"{type(error).__name__}: {error}")
         seconds = 0.0 if compiled.from_cache else compiled.seconds
-        return Built(tile, compiled.key, seconds, **ranked(compiled, self._workloads))
+        return Built(tile, seconds, **ranked(compiled, self._workloads))
 
 
 def _built(tile: Tile, error: str | None, **answer: Any) -> Built:
@@ -112,7 +111,7 @@ def build_at_once(
     cache: callers build what they need anyway. Errors are not reported here, but when a caller needs the kernel.
     """
     missing = []
-    for name, tile in kernels:
+    for name, tile in dict.fromkeys(kernels):
         traits = Traits.parse(name)
         on = target or compiler.default_target(traits.arch)
         try:

@@ -10,12 +10,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from cute_attn.compiler import default_target, is_built, prebuild, registry
+from cute_attn.compiler import default_target, registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.results import TOLERANCE, difference, first_line
 from cute_attn.lab.benchmark.timing import Clock, sensor, state_under_load
 from cute_attn.lab.benchmark.workload import Inputs, Workload
+from cute_attn.lab.builds import build_at_once
 from cute_attn.lab.check import Expected, small_workloads
 from cute_attn.lab.sensors import State
 from cute_attn.tiles import Tile, check_tile, text_of
@@ -78,10 +79,8 @@ class Gpu:
 
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
         """Build all kernels that the contenders need, in parallel. A failed build is raised by :meth:`prepare`."""
-        wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
-        missing = [r for r in dict.fromkeys(wanted) if not is_built(registry.lookup(*r), r[2])]
-        if len(missing) > 1:
-            list(prebuild(missing))
+        wanted = (r for c in contenders if c.kernel for r in needed_kernels(c, workloads))
+        build_at_once((traits.name, text_of(tile) or None) for traits, tile, _ in wanted)
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
         """Check the contender against the reference, and return the function to time.
