@@ -11,6 +11,6 @@ def instructions(*lines: str, file: str = "", line: int = 0) -> tuple[Instructio
         name, _, operands = rest.partition(" ")
         opcode, *modifiers = name.split(".")
         taken = tuple(filter(None, operands.replace(" ", "").split(",")))
-        given = (tuple(modifiers), taken, predicate, 1, (), file, line)
+        given = (tuple(modifiers), taken, predicate, 1, file, line)
         made.append(Instruction(BYTES * n, opcode, *given))
     return tuple(made)

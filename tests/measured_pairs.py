@@ -17,7 +17,6 @@ class Pair:
         slower: what it changes.
         seqlen: of the workload, if ``workload`` is None.
         right: whether the static rank has the faster one; if not, ``cute_attn.lab.rank`` says what it does not model.
-        held_out: not looked at while the model was made.
         quick: built in every run of the tests; the others with ``--every-default``.
     """
 
@@ -28,7 +27,6 @@ class Pair:
     seqlen: int = 8192
     workload: Workload | None = None
     right: bool = True
-    held_out: bool = False
     quick: bool = False
 
     @property
@@ -85,9 +83,9 @@ PAIRS = [
     Pair("Ampere backward 1 and 2, d64: 349 against 317", "backward-sm80-bf16-d64", AMPERE_BACK,
         "sdp_unroll=2,dq_unroll=2"),
     Pair("Hopper backward 28, d128: 398 against 382", f"{BACKWARD}-d128-causal-dropout", BACK_DROPOUT, "mask_warps=0",
-        2048, held_out=True),
+        2048),
     Pair("Ampere backward 10, d128: 339 against 299", "backward-sm80-bf16-d128", AMPERE_BACK_D128,
-        "tile_n=64,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2,stages_q=1,stages_do=1", held_out=True),
+        "tile_n=64,num_warps=4,sdp_warps_m=2,dkv_warps_m=2,dq_warps_m=2,stages_q=1,stages_do=1"),
     Pair("Ampere backward 7, 16 queries at a time at d64: 346 against 313", "backward-sm80-bf16-d64-causal",
-        AMPERE_BACK, "queries_at_once=16", held_out=True),
+        AMPERE_BACK, "queries_at_once=16"),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from cutlass.base_dsl import dsl
 from cutlass.base_dsl.compiler import Compiler
 from cutlass.cutlass_dsl import tvm_ffi_provider
 
-from cute_attn.compiler import compiled, prebuild_worker
+from cute_attn.compiler import prebuild_worker, workers
 from cute_attn.compiler.workers import Worker
 
 JIT, EXPORTER = Compiler.jit, tvm_ffi_provider._aot_support
@@ -58,7 +58,7 @@ def apply(set_attribute: Callable[[Any, str, Any], Any] = setattr) -> None:
     set_attribute(op, "_pyir_auto_load_arg", _as_it_is)
     set_attribute(Compiler, "jit", _jit_without_optimisation)
     set_attribute(tvm_ffi_provider, "_aot_support", _Exporter)
-    set_attribute(compiled, "Worker", lambda module: Worker("tests.quick_builds"))
+    set_attribute(workers, "Worker", lambda module: Worker("tests.quick_builds"))
 
 
 if __name__ == "__main__":

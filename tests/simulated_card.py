@@ -50,5 +50,5 @@ class SimulatedCard:
         noise = self.drift * self.seconds + self.random.gauss(0, 0.003)
         return self.milliseconds(contender, workload) * math.exp(noise)
 
-    def state(self, run, round_):
+    def state(self, run):
         return State(1755, 690, 61, ("power",))

@@ -7,19 +7,7 @@ from typing import Annotated
 import typer
 
 from cute_attn import lab
-from cute_attn.cli.options import (
-    Like,
-    Names,
-    OutputFolder,
-    Target,
-    TileText,
-    Workers,
-    check_kernels,
-    complete_name,
-    import_kernels,
-    show_building,
-    working,
-)
+from cute_attn.cli import options
 from cute_attn.lab.tables import counted, sized
 from cute_attn.tiles import TARGETS
 
@@ -29,12 +17,12 @@ def bundle(
         Path,
         typer.Option("-o", "--output", help="The folder or the wheel (a name that ends in .whl) to write."),
     ],
-    names: Names = None,
+    names: options.Names = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Kernels of common calls, and of the tables' rows.")
     ] = False,
-    like: Like = None,
-    tile: TileText = "",
+    like: options.Like = None,
+    tile: options.TileText = "",
     targets: Annotated[
         str,
         typer.Option(
@@ -43,7 +31,7 @@ def bundle(
             "generation.",
         ),
     ] = "",
-    workers: Workers = None,
+    workers: options.Workers = None,
 ) -> None:
     """Write compiled kernels for machines without the DSL: NAMEs, those of a program, or those of common calls.
 
@@ -61,9 +49,9 @@ def bundle(
         raise ValueError(f"--target is {targets!r}; accepted: some of {', '.join(TARGETS)}, with commas")
     for path in like or ():
         lab.recorded.listed(path)
-    check_kernels(names or (), tile, wanted[0] if len(wanted) == 1 else None)
-    with working("choosing kernels"):
-        import_kernels()
+    options.check_kernels(names or (), tile, wanted[0] if len(wanted) == 1 else None)
+    with options.working("choosing kernels"):
+        options.import_kernels()
         from cute_attn.lab import common_calls
 
         if like:
@@ -74,7 +62,7 @@ def bundle(
             requests = lab.bundles.named_requests(names or (), tile, wanted)
     ops = Counter(traits.op for traits, _, _ in requests)
     print(f"{counted(len(requests), 'kernel')}:", ", ".join(f"{n} {op}" for op, n in ops.most_common()))
-    show_building(lab.bundles.make_bundle(requests, output, workers), len(requests))
+    options.show_building(lab.bundles.make_bundle(requests, output, workers), len(requests))
     print(f"{counted(len(requests), 'kernel')}, {sized(lab.bundles.size_of(output))} in {output}")
     print(f"licence: {lab.bundles.LICENCE['kernels']}; {lab.bundles.LICENCE['runtime']}")
 
@@ -84,22 +72,22 @@ def export(
         list[str],
         typer.Argument(
             metavar="NAME",
-            autocompletion=complete_name,
+            autocompletion=options.complete_name,
             help="Kernels, such as forward-sm80-bf16-d128-causal.",
         ),
     ],
-    output: OutputFolder,
-    tile: TileText = "",
-    target: Target = None,
-    workers: Workers = None,
+    output: options.OutputFolder,
+    tile: options.TileText = "",
+    target: options.Target = None,
+    workers: options.Workers = None,
 ) -> None:
     """Write kernels for C and C++: objects, a header, and a CMakeLists.txt that links them, without Python.
 
     A backward comes with the kernels that its calls launch. examples/cpp calls a forward, a backward and a decode.
     """
-    check_kernels(names, tile, target)
-    with working("building: seconds each, the first time"):
-        import_kernels()
+    options.check_kernels(names, tile, target)
+    with options.working("building: seconds each, the first time"):
+        options.import_kernels()
         requests = lab.bundles.named_requests(names, tile, [target] if target else [])
         kernels = lab.exports.export(requests, output, workers)
     for kernel in kernels:

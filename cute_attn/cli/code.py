@@ -8,61 +8,46 @@ import typer
 from rich.text import Text
 
 from cute_attn import lab
-from cute_attn.cli.options import (
-    AsJson,
-    Name,
-    Other,
-    Page,
-    Target,
-    Verbose,
-    answer,
-    check_first,
-    complete_tile,
-    import_kernels,
-    is_verbose,
-    look_up,
-    show,
-    working,
-)
+from cute_attn.cli import options
 from cute_attn.compiler import registry
 
 _TILES = "Fields of the default tile to change: tile_n=128,num_stages=2; may be repeated."
-Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=complete_tile, help=_TILES)]
+Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=options.complete_tile, help=_TILES)]
 
 
 def verdict_of_tiles(
-    name: Name,
+    name: options.Name,
     tiles: Tiles = None,
-    target: Target = None,
+    target: options.Target = None,
     lines: Annotated[
         bool, typer.Option("--lines", help="Also the costliest source lines of a step.")
     ] = False,
-    as_json: AsJson = False,
-    page: Page = None,
-    verbose: Verbose = False,
+    as_json: options.AsJson = False,
+    page: options.Page = None,
+    verbose: options.Verbose = False,
 ) -> None:
     """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
     found = _verdicts([(name, tile or None) for tile in tiles or [""]], target, lines)
     if not any(one.fits for one in found):
         raise ValueError("; ".join(dict.fromkeys(one.reason for one in found)))
     if page is not None:
-        with working("writing the page"):
+        with options.working("writing the page"):
             lab.report.of_verdicts(found, page)
     if as_json:
         print(json.dumps([one.as_dict() for one in found], indent=1))
         return
-    parts: list[Any] = [lab.verdict.shown(*found, verbose=is_verbose())]
+    parts: list[Any] = [lab.verdict.shown(*found, verbose=options.is_verbose())]
     if len(found) == 1:
-        with working("building the kernel without its functions"):
+        with options.working("building the kernel without its functions"):
             plain = lab.verdict.without_functions(found[0])
         if plain is not None:
             parts.append(Text(lab.findings.cost_of_functions(found[0], plain)))
-    show(*parts, *(lab.verdict.line_table(one) for one in found if one.lines))
+    options.show(*parts, *(lab.verdict.line_table(one) for one in found if one.lines))
 
 
 def difference_of_two(
-    name: Name,
-    other: Other = None,
+    name: options.Name,
+    other: options.Other = None,
     tiles: Tiles = None,
     at: Annotated[
         list[str] | None,
@@ -72,9 +57,9 @@ def difference_of_two(
             help="Build the first side from this git revision's sources; a second, both.",
         ),
     ] = None,
-    target: Target = None,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
+    target: options.Target = None,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """How two kernels' machine code differs: verdicts, opcodes, source lines, and the steady steps side by side.
 
@@ -87,20 +72,20 @@ def difference_of_two(
     sides = _sides(name, other, tiles or [], bool(revisions))
     found = []
     for revision, (kernel, tile) in zip(revisions, sides, strict=False):
-        with working(f"building {kernel} at {revision}"):
+        with options.working(f"building {kernel} at {revision}"):
             found.append(lab.revision.verdict_at(revision, kernel, tile or "", target))
     found += _verdicts(sides[len(found) :], target, lines=True)
     difference = lab.compare.compare(*found)
-    answer(as_json, difference.as_dict(), lambda: difference.shown(verbose=is_verbose()))
+    options.answer(as_json, difference.as_dict(), lambda: difference.shown(verbose=options.is_verbose()))
 
 
 def _verdicts(sides: Sequence["Side"], target: str | None, lines: bool) -> list[Any]:
     """The verdict on each side; kernels that are not built yet are built in parallel."""
     if not sides:
         return []
-    check_first(lambda: _check_sides(sides, target))
-    with working("loading the compiler") as say:
-        import_kernels()
+    options.check_first(lambda: _check_sides(sides, target))
+    with options.working("loading the compiler") as say:
+        options.import_kernels()
         what = " and ".join(dict.fromkeys(f"{name} {tile or ''}".strip() for name, tile in sides))
         say(f"building {what}: seconds each, the first time")
         lab.builds.build_at_once(sides, target, lines=lines)
@@ -114,7 +99,7 @@ def _check_sides(sides: Sequence["Side"], target: str | None) -> None:
     reasons = []
     for name, tile in sides:
         try:
-            look_up(name, tile, target)
+            options.look_up(name, tile, target)
         except registry.Unsupported as reason:
             reasons.append(str(reason))
     if len(reasons) == len(sides):

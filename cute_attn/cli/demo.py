@@ -13,18 +13,17 @@ from pathlib import Path
 
 import torch
 
-from cute_attn.cli.options import make_console, working
+from cute_attn.cli.main import app
+from cute_attn.cli.options import make_console
 from cute_attn.compiler import registry
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.lab.builds import build_at_once
-from cute_attn.lab.pictures import pictures
-from cute_attn.lab.verdict import shown, verdict
 from cute_attn.reference import emulate
 from cute_attn.traits import Traits
 
 FLAGSHIP = "forward-sm80-bf16-d64-causal"
 LARGE = ("forward-sm80-bf16-d128-causal", "forward-sm90-bf16-d128-causal")
-PICTURES = Path("build/pictures")
+PICTURES = "build/pictures"
 NEXT = (
     ("tour 3", "a lesson: shared memory, a swizzle, ldmatrix"),
     (f"verdict {FLAGSHIP} --tile tile_n=64 --tile tile_n=96", "two tiles"),
@@ -34,9 +33,15 @@ NEXT = (
 console = make_console()
 
 
-def heading(command: str, text: str) -> None:
-    """Print what the next step does, after the command that does it, if there is one."""
-    console.print(f"\n[bold]{f'cute-attn {command}: ' if command else ''}{text}", highlight=False)
+def heading(text: str) -> None:
+    console.print(f"\n[bold]{text}", highlight=False)
+
+
+def run(command: str, text: str) -> Iterator[str]:
+    """Run a command below a line that says what it does; yields it if it fails."""
+    heading(f"cute-attn {command}: {text}")
+    if app(["--no-pager", *command.split()], standalone_mode=False):
+        yield command
 
 
 def main() -> None:
@@ -46,17 +51,13 @@ def main() -> None:
     builds = threading.Thread(target=build_at_once, args=([(FLAGSHIP, None)], "sm90"))
     builds.start()
     wrong = list(epilogues_on_the_cpu())
-    heading(f"verdict {FLAGSHIP} --target sm90", "what it costs")
-    with working("building the kernel"):
-        builds.join()
-        cost = verdict(FLAGSHIP, target="sm90")
-    console.print(shown(cost))
-    heading(f"show {FLAGSHIP}", "layouts, copies, MMAs")
-    with working("drawing"):
-        drawn = list(pictures(FLAGSHIP, target="sm90").save(PICTURES))
-    console.print(f"  {len(drawn)} pictures in {PICTURES}, such as {drawn[0].name}", highlight=False)
+    builds.join()
+    wrong += run(f"verdict {FLAGSHIP} --target sm90", "what it costs")
+    wrong += run(f"show {FLAGSHIP} --target sm90 -o {PICTURES}", "layouts, copies, MMAs")
     if torch.cuda.is_available():
-        wrong += on_the_gpu()
+        for name in LARGE if torch.cuda.get_device_capability() == (9, 0) else LARGE[:1]:
+            wrong += run(f"check {name}", "against the definition")
+            wrong += run(f"bench {name} --peers --seqlen 2048", "2,048 tokens")
     else:
         console.print("\nThere is no GPU: with one, kernels would now be compared with torch and timed.")
     console.print(f"[red]wrong: {', '.join(wrong)}" if wrong else "All agree.", end="")
@@ -68,9 +69,7 @@ def main() -> None:
 
 def epilogues_on_the_cpu() -> Iterator[str]:
     """Compare the kernels' tiling and epilogues, for every thread, with formulas in torch; yields what differs."""
-    heading(
-        "", f"Score tiles of {len(registry.KERNELS)} kernels share epilogues. On this CPU, against torch:"
-    )
+    heading(f"Score tiles of {len(registry.KERNELS)} kernels share epilogues. On this CPU, against torch:")
     scale = 128**-0.5
     products = torch.randn(2, 4, 150, 128) @ torch.randn(2, 4, 128, 200)
     for arch, features, inputs in (
@@ -90,27 +89,6 @@ def epilogues_on_the_cpu() -> Iterator[str]:
         console.print(f"  {what:24} largest difference {difference:.1e}  {'ok' if agrees else '[red]wrong'}")
         if not agrees:
             yield what
-
-
-def on_the_gpu() -> Iterator[str]:
-    """Compare kernels with the reference, and time them and the peers that run here; yields the wrong kernels."""
-    from cute_attn.lab.benchmark import peers, results, workload
-    from cute_attn.lab.check import check_workloads, small_workloads
-
-    names = LARGE if torch.cuda.get_device_capability() == (9, 0) else LARGE[:1]
-    heading("check NAME and cute-attn bench NAME --peers", "against the definition, and 2,048 tokens")
-    for name in names:
-        traits = Traits.parse(name)
-        found = list(check_workloads(traits, small_workloads(traits)))
-        failed = sum(not accuracy.passed for _, accuracy in found)
-        rows = results.time_workloads(
-            [workload.of_traits(traits, 2048)], {traits.arch: peers.ours(traits.arch)} | peers.PEERS
-        )["rows"]
-        speeds = ", ".join(f"{row['impl']} {row['value']:.0f}" for row in rows if "value" in row)
-        console.print(
-            f"  {name}: {len(found) - failed} of {len(found)} right; TFLOP/s: {speeds}", highlight=False
-        )
-        yield from [name] * bool(failed)
 
 
 def next_steps() -> None:

@@ -9,21 +9,8 @@ import typer
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from cute_attn import lab
+from cute_attn.cli import options
 from cute_attn.cli.code import Side, Tiles
-from cute_attn.cli.options import (
-    Name,
-    Other,
-    Page,
-    Target,
-    check_first,
-    live_progress,
-    look_up,
-    make_console,
-    need_compiler,
-    need_gpu,
-    working,
-    writable_file,
-)
 from cute_attn.traits import did_you_mean
 
 _SIZES = "Sizes: b2-s8192-h16, s512x8192-h32x8, or a workload's name; repeatable. Default: s2048, s8192."
@@ -31,7 +18,9 @@ Workloads = Annotated[list[str] | None, typer.Option("--workload", "--workloads"
 Budget = Annotated[float, typer.Option("--budget", min=1, help="Seconds.")]
 Output = Annotated[
     Path | None,
-    typer.Option("-o", "--output", callback=writable_file, help="Also write the result here, as JSON."),
+    typer.Option(
+        "-o", "--output", callback=options.writable_file, help="Also write the result here, as JSON."
+    ),
 ]
 
 
@@ -43,8 +32,8 @@ def _known_peer(peer: str | None) -> str | None:
 
 
 def ab_of_tiles(
-    name: Name,
-    other: Other = None,
+    name: options.Name,
+    other: options.Other = None,
     tiles: Tiles = None,
     peer: Annotated[
         str | None,
@@ -67,15 +56,15 @@ def ab_of_tiles(
         raise ValueError("B is given more than once; accepted: one of NAME2, --peer and a second --tile")
     second: Any = peer or (other or name, tiles[1] if len(tiles) > 1 else tiles[0] if other else None)
     sides: list[Side] = [(name, tiles[0])] if peer else [(name, tiles[0]), second]
-    check_first(lambda: _look_up(sides, None, workloads))
-    need_gpu()
-    with working("building") as say:
+    options.check_first(lambda: _look_up(sides, None, workloads))
+    options.need_gpu()
+    with options.working("building") as say:
         found = lab.race.ab(
             (name, tiles[0]), second, workloads or (), resolution=resolution, budget_s=budget, progress=say
         )
     if output is not None:
         output.write_text(json.dumps(found.to_json(), indent=1) + "\n")
-    console = make_console()
+    console = options.make_console()
     console.print(found.table())
     console.print(found.sentence, highlight=False, markup=False)
 
@@ -85,7 +74,7 @@ def _look_up(
 ) -> None:
     """Raise ValueError for an invalid kernel, tile, workload or space."""
     for name, tile in sides:
-        kernel = look_up(name, tile, target)
+        kernel = options.look_up(name, tile, target)
         for workload in workloads or ():
             lab.workloads.parse(workload, kernel.traits)
         if space:
@@ -97,7 +86,7 @@ _SHOWN = ("{task.completed} of {task.total}", "{task.fields[best]}", "{task.desc
 
 
 def tune_tile(
-    name: Name,
+    name: options.Name,
     space: Annotated[
         str | None,
         typer.Argument(
@@ -110,13 +99,13 @@ def tune_tile(
     static: Annotated[
         bool, typer.Option("--static", help="Only rank by the machine code; needs no GPU.")
     ] = False,
-    target: Target = None,
+    target: options.Target = None,
     seed: Annotated[int, typer.Option(help="Of the order in which a large space is tried.")] = 0,
     timings: Annotated[
         Path | None,
         typer.Option(
             "--timings",
-            callback=writable_file,
+            callback=options.writable_file,
             help="The file of timings that are kept; by default the user's own.",
         ),
     ] = None,
@@ -124,16 +113,16 @@ def tune_tile(
         bool, typer.Option("--row", help="Also print the winner as the line of its kernel's tiles.csv.")
     ] = False,
     output: Output = None,
-    page: Page = None,
+    page: options.Page = None,
 ) -> None:
     """Search for a faster tile within a budget; after Ctrl-C the same command goes on."""
-    check_first(lambda: _look_up([(name, None)], target, workloads, space))
-    need_compiler()
+    options.check_first(lambda: _look_up([(name, None)], target, workloads, space))
+    options.need_compiler()
     if not static:
-        need_gpu("--static (static_only=True) ranks without one")
-    console = make_console()
+        options.need_gpu("--static (static_only=True) ranks without one")
+    console = options.make_console()
     columns = (BarColumn(bar_width=20), *(TextColumn(text, markup=False) for text in _SHOWN))
-    with live_progress(*columns, TimeElapsedColumn()) as progress:
+    with options.live_progress(*columns, TimeElapsedColumn()) as progress:
         task = progress.add_task("", best="")
 
         def watch(seen: Any) -> None:
@@ -163,5 +152,5 @@ def tune_tile(
         sizes = lab.race.workloads_of([lab.card.Contender(study.name)], workloads or ())
         print(lab.tune.table_row(study, sizes, lab.benchmark.results.commit()))
     if page is not None:
-        with working("writing the page, which builds the kernels that it shows"):
+        with options.working("writing the page, which builds the kernels that it shows"):
             lab.report.of_study(study, page)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from cute_attn.cli import options
 from cute_attn.lab.tables import template
 
 KERNELS = {
@@ -59,13 +60,8 @@ def write(folder: Path) -> list[Path]:
     """
     if set(":=") & set(str(folder.resolve())):
         raise ValueError(f"FOLDER is {str(folder)!r}; accepted: a path without ':' and '='")
-    try:
+    with options.writes("FOLDER", folder, "a folder"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = error.strerror or error
-        raise ValueError(
-            f"FOLDER is {str(folder)!r}; accepted: a folder that can be written ({reason})"
-        ) from None
     texts = {
         folder / kernel / "build" / f"torch-{backend}" / name: text
         for kernel in KERNELS

@@ -22,32 +22,8 @@ import cute_attn
 
 # The laboratory's modules are loaded on first use (``lab.tune``), and torch inside commands: --help needs neither.
 from cute_attn import lab
-from cute_attn.cli import bundle, code, doctor, gpu, hub, run, table
+from cute_attn.cli import bundle, code, doctor, gpu, hub, options, run, table
 from cute_attn.cli.errors import described
-from cute_attn.cli.options import (
-    AsJson,
-    Like,
-    Name,
-    Names,
-    OutputFolder,
-    Target,
-    TileText,
-    Verbose,
-    Workers,
-    answer,
-    check_kernels,
-    import_kernels,
-    import_names,
-    is_verbose,
-    make_console,
-    need_compiler,
-    need_gpu,
-    set_pager,
-    show,
-    show_building,
-    working,
-    writable_folder,
-)
 from cute_attn.compiler import compile, default_target, prebuild, registry
 from cute_attn.compiler.cache import needed_cache
 from cute_attn.epilogues.names import example_args
@@ -78,7 +54,7 @@ def main() -> None:
     try:
         app(prog_name="cute-attn")
     except Exception as error:
-        text = described(error, verbose=is_verbose())
+        text = described(error, verbose=options.is_verbose())
         if text is None:
             raise
         print(text, file=sys.stderr)
@@ -141,30 +117,30 @@ def load(
     pager: Annotated[
         bool, typer.Option("--pager/--no-pager", help="Page what is longer than the screen.")
     ] = True,
-    verbose: Verbose = False,
+    verbose: options.Verbose = False,
 ) -> None:
-    set_pager(pager)
+    options.set_pager(pager)
     if files:
         _file(
             files[0]
         )  # refused before the DSL is loaded; the others may need what the first makes importable
-        import_kernels()
+        options.import_kernels()
     for file in files or ():
         _load(file)
 
 
 @app.command("list")
 def list_kernels(
-    names: Names = None,
-    target: Target = None,
+    names: options.Names = None,
+    target: options.Target = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Every default tile, and not only how many there are.")
     ] = False,
     features: Annotated[
         bool, typer.Option("--features", help="The words that a kernel's name may have.")
     ] = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
+    as_json: options.AsJson = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Kernels with their default tiles, or why there is none; without NAMEs, how many defaults each kernel has.
 
@@ -172,7 +148,7 @@ def list_kernels(
     tiles that replace it for some calls.
     """
     if features:
-        show(table.features_table())
+        options.show(table.features_table())
         return
     if not (names or everything or as_json):
         counts = Table("kernel", "runs on", "tiles", "such as")
@@ -180,19 +156,19 @@ def list_kernels(
         counts.caption = (
             "`list --all` has every default tile, `list forward-sm80` a kernel's, `list --features` words"
         )
-        with working("choosing default tiles"):
+        with options.working("choosing default tiles"):
             for row in _counts(target):
                 counts.add_row(*row)
-        show(counts)
+        options.show(counts)
         return
-    import_names()
+    options.import_names()
     pairs = registry.defaults_on(target)
     if names:
         pairs = [one for name in names for one in _named(name, pairs, [target] if target else TARGETS)]
     else:
         pairs = [(t, on) for t, on in pairs if t == Traits(t.op, t.arch, t.dtype, t.head_dim)]
     rows = [_listed(traits, on) for traits, on in pairs]
-    answer(as_json, rows, lambda: _defaults(rows))
+    options.answer(as_json, rows, lambda: _defaults(rows))
 
 
 def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
@@ -210,7 +186,7 @@ def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
 def _defaults(rows: list[dict[str, Any]]) -> Table:
     """A table of default tiles, or why there is none; rows that differ only in the target are merged."""
     table = Table("kernel", "targets", "default tile", "shared memory", "registers")
-    if not is_verbose():
+    if not options.is_verbose():
         table.caption = "fields of tiles that have their class's default are left out; -v shows all"
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -229,7 +205,7 @@ def _defaults(rows: list[dict[str, Any]]) -> Table:
 
 def _counts(target: str | None) -> list[list[str]]:
     """A row for each kernel: where it runs, how many default tiles it has, and an example of a name."""
-    import_names()
+    options.import_names()
     rows, known = list[list[str]](), registry.defaults_on(target)
     for op, arch, variant in registry.KERNELS:
         label, runs_on = registry.label((op, arch, variant)), registry.RUNS_ON[arch]
@@ -260,29 +236,32 @@ def _listed(traits: Traits, target: str) -> dict[str, Any]:
 
 @app.command("compile")
 def compile_kernel(
-    name: Name,
-    tile: TileText = "",
-    target: Target = None,
-    as_json: AsJson = False,
+    name: options.Name,
+    tile: options.TileText = "",
+    target: options.Target = None,
+    as_json: options.AsJson = False,
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", callback=writable_folder, help="Write PTX, cubin and SASS into this folder."
+            "-o",
+            "--output",
+            callback=options.writable_folder,
+            help="Write PTX, cubin and SASS into this folder.",
         ),
     ] = None,
-    verbose: Verbose = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Build a kernel, with or without a GPU, and print what it costs."""
-    check_kernels([name], tile, target)
-    with working(f"building {name}: seconds, the first time"):
-        import_kernels()
+    options.check_kernels([name], tile, target)
+    with options.working(f"building {name}: seconds, the first time"):
+        options.import_kernels()
         compiled = compile(name, tile or None, target)
     if output is not None:
         base = f"{compiled.name.replace(':', '_')}.{compiled.target}"
         (output / f"{base}.ptx").write_text(compiled.ptx)
         (output / f"{base}.cubin").write_bytes(compiled.cubin)
         (output / f"{base}.sass").write_text(compiled.sass)
-    answer(as_json, summary(compiled), lambda: cost_table(compiled), make_console().print)
+    options.answer(as_json, summary(compiled), lambda: cost_table(compiled), options.make_console().print)
 
 
 def summary(compiled: Any) -> dict[str, Any]:
@@ -297,7 +276,7 @@ def cost_table(compiled: Any) -> Table:
     resources, instructions = compiled.resources, compiled.instructions
     spills = f"{resources.spill_store_bytes} bytes stored, {resources.spill_load_bytes} loaded"
     costs = {
-        "tile": _spaced(compiled.tile.text if is_verbose() else compiled.tile),
+        "tile": _spaced(compiled.tile.text if options.is_verbose() else compiled.tile),
         "registers per thread": str(resources.registers),
         "shared memory per block": f"{resources.shared_memory_bytes:,} bytes",
         "spills": f"[red]{spills}" if resources.spill_store_bytes else "none",
@@ -318,7 +297,7 @@ def cost_table(compiled: Any) -> Table:
 
 def _shown(name: str, tile: str) -> str:
     """A kernel's tile as commands print it: without fields at their class's default, unless -v was given."""
-    return _spaced(tile if is_verbose() else brief_tile(name, None, tile))
+    return _spaced(tile if options.is_verbose() else brief_tile(name, None, tile))
 
 
 def _spaced(tile: Any) -> str:
@@ -327,17 +306,17 @@ def _spaced(tile: Any) -> str:
 
 
 @app.command("check")
-def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None:
+def check_kernel(name: options.Name, tile: options.TileText = "", target: options.Target = None) -> None:
     """Check a tile's fit, the layouts of shared memory, a build for spills and, on a GPU, against the reference."""
-    check_kernels([name], tile, target)
+    options.check_kernels([name], tile, target)
     import torch
 
-    import_kernels()
+    options.import_kernels()
     from cute_attn.compiler.smem_layouts import reasons  # loads the DSL
 
     traits = Traits.parse(name)
     registry.known_class(traits)
-    console = make_console()
+    console = options.make_console()
     table = Table("target", "fits", title=traits.name)
     for on in (target,) if target else registry.RUNS_ON.get(traits.arch, ()):
         try:
@@ -352,7 +331,7 @@ def check_kernel(name: Name, tile: TileText = "", target: Target = None) -> None
     if wrong := next(reasons(kernel), None):
         console.print(f"[red]failed: {escape(wrong)}")
         raise typer.Exit(1)
-    with working(f"building {traits}: seconds, the first time"):
+    with options.working(f"building {traits}: seconds, the first time"):
         compiled = compile(traits, tile or None, target)
     console.print(cost_table(compiled))
     problems = list(compiled.warnings)
@@ -383,7 +362,7 @@ def _check_epilogues(console: Console, traits: Traits) -> list[str]:
         except ValueError as reason:
             console.print(f"not compared: {reason}", highlight=False, markup=False)
             continue
-        with working(f"running {name} on the CPU"):
+        with options.working(f"running {name} on the CPU"):
             found = check_epilogue(name)
         console.print(str(found), highlight=False, markup=False)
         if not found.passed:
@@ -404,19 +383,19 @@ def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
 
 @app.command("bench")
 def bench_kernel(
-    name: Name,
-    tile: TileText = "",
+    name: options.Name,
+    tile: options.TileText = "",
     peers: Annotated[
         bool, typer.Option("--peers", help="Also time torch's backends and FlashAttention-4.")
     ] = False,
     seqlens: Annotated[
         list[int] | None, typer.Option("--seqlen", min=1, help="Sequence lengths; may be repeated.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Time a kernel on the GPU, alone or with its peers in the same run."""
-    check_kernels([name], tile)
-    need_gpu()
+    options.check_kernels([name], tile)
+    options.need_gpu()
     import torch
 
     from cute_attn.lab.benchmark import peers as known
@@ -437,21 +416,21 @@ def bench_kernel(
     for row in result["rows"]:
         numbers = (row["error"], "") if "error" in row else (f"{row['ms']:.3f}", f"{row['value']:.0f}")
         table.add_row(row["workload"], row["impl"], *numbers)
-    answer(as_json, result, lambda: table, make_console().print)
+    options.answer(as_json, result, lambda: table, options.make_console().print)
 
 
 @app.command("show")
 def draw_kernel(
-    name: Name,
-    tile: TileText = "",
-    target: Target = None,
-    output: OutputFolder = Path("pictures"),
+    name: options.Name,
+    tile: options.TileText = "",
+    target: options.Target = None,
+    output: options.OutputFolder = Path("pictures"),
     svg: Annotated[bool, typer.Option("--svg", help="Draw SVG instead of PNG.")] = False,
 ) -> None:
     """Draw a kernel's shared-memory layouts, copies and MMA."""
-    check_kernels([name], tile, target)
-    import_kernels()
-    with working("drawing"):
+    options.check_kernels([name], tile, target)
+    options.import_kernels()
+    with options.working("drawing"):
         paths = list(
             lab.pictures.pictures(name, tile or None, target).save(output, ".svg" if svg else ".png")
         )
@@ -461,7 +440,7 @@ def draw_kernel(
 @cache_app.command("list")
 def cache_list(
     everything: Annotated[bool, typer.Option("--all", help="Every kernel, and not only how many.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """What is on disk: how many kernels, or with --all each of them, the most recently used first."""
     cache = needed_cache("the cache commands need")
@@ -489,7 +468,7 @@ def cache_list(
         for label, those in sorted(groups.items()):
             size, seconds = sum(one.size for one in those) / 1e6, sum(one.meta["seconds"] for one in those)
             table.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
-    show(table)
+    options.show(table)
 
 
 @cache_app.command("prune")
@@ -507,19 +486,19 @@ def cache_prune(
 
 @cache_app.command("prebuild")
 def cache_prebuild(
-    names: Names = None,
-    tile: TileText = "",
-    target: Target = None,
-    like: Like = None,
-    workers: Workers = None,
+    names: options.Names = None,
+    tile: options.TileText = "",
+    target: options.Target = None,
+    like: options.Like = None,
+    workers: options.Workers = None,
 ) -> None:
     """Build NAMEs, the kernels of a program, or every default kernel, in parallel processes."""
     if like and (names or tile or target):
         raise ValueError("--like is given beside NAMEs, --tile or --target; accepted: --like alone")
     for path in like or ():
         lab.recorded.listed(path)
-    check_kernels(names or (), tile, target)
-    need_compiler()
+    options.check_kernels(names or (), tile, target)
+    options.need_compiler()
     requests: list[tuple[Traits, Any, str | None]]
     if like:
         requests = lab.bundles.like(like)
@@ -527,15 +506,15 @@ def cache_prebuild(
         requests = [(Traits.parse(n), tile or None, target) for n in names]
     else:
         requests = [(t, tile or None, on) for t, on in registry.defaults_on(target)]
-    show_building(prebuild(requests, workers), len(requests))
+    options.show_building(prebuild(requests, workers), len(requests))
 
 
 def tour(context: typer.Context) -> None:
     """Eight levels from a scalar loop to the shipped Hopper forward: N builds one and says what it costs."""
     if {"--check", "--measure"} & {*context.args}:
-        need_gpu("checking and timing a level need one")
+        options.need_gpu("checking and timing a level need one")
     if any(word.isdigit() for word in context.args):
-        need_compiler()
+        options.need_compiler()
     from tour.__main__ import main  # loads torch and the DSL
 
     sys.argv = ["cute-attn tour", *context.args]

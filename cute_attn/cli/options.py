@@ -125,7 +125,7 @@ Verbose = Annotated[bool, typer.Option("-v", "--verbose", callback=_set_verbose,
 def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
     """Check that an option's file can be written, and create its folder, before the work whose result it will hold."""
     if path is not None and not context.resilient_parsing:
-        with _writes(param.opts[0], path, "a file"):
+        with writes(param.opts[0], path, "a file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not path.exists()
             path.open("a").close()
@@ -137,14 +137,15 @@ def writable_file(context: typer.Context, param: typer.CallbackParam, path: Path
 def writable_folder(context: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
     """Create an option's folder, and check that it can be written; see :func:`writable_file`."""
     if path is not None and not context.resilient_parsing:
-        with _writes(param.opts[0], path, "a folder"):
+        with writes(param.opts[0], path, "a folder"):
             path.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
     return path
 
 
 @contextlib.contextmanager
-def _writes(option: str, path: Path, what: str) -> Iterator[None]:
+def writes(option: str, path: Path, what: str) -> Iterator[None]:
+    """Raise ValueError if the block cannot write ``path``, which is ``what``."""
     try:
         yield
     except OSError as error:

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import queue
 import shlex
 import sys
 import tempfile
@@ -43,7 +42,7 @@ from cute_attn.compiler.cache import (
 )
 from cute_attn.compiler.cubin import Resources
 from cute_attn.compiler.fingerprint import cache_key, digest, dsl, source_key, toolchain
-from cute_attn.compiler.workers import Worker
+from cute_attn.compiler.workers import Workers
 from cute_attn.epilogues.names import TRACED, is_registered, user_epilogue
 from cute_attn.tiles import check_target, check_tile, text_of
 from cute_attn.traits import Traits
@@ -631,29 +630,18 @@ def _build_in_processes(
 ) -> Iterator[Prebuilt]:
     if not requests:
         return
-    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
     count = max(1, min(workers or os.cpu_count() or 1, len(requests)))
-    processes = [Worker("cute_attn.compiler.prebuild_worker") for _ in range(count)]
-    for worker in processes:
-        idle.put(worker)
-
-    def build(request: Request) -> dict[str, Any]:
-        worker = idle.get()
-        try:
-            return worker.ask(as_message(request, modules[request]) | {"lines": lines})
-        finally:
-            idle.put(worker)
-
-    pool = concurrent.futures.ThreadPoolExecutor(len(processes))
+    processes = Workers("cute_attn.compiler.prebuild_worker", count)
     try:
-        futures = {pool.submit(build, request): request for request in requests}
+        futures = {
+            processes.ask(as_message(request, modules[request]) | {"lines": lines}): request
+            for request in requests
+        }
         for future in concurrent.futures.as_completed(futures):
             answer = future.result()
             yield Prebuilt(*futures[future], answer.get("seconds", 0.0), answer["error"])
     finally:  # also where the caller stops early
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in processes:
-            worker.stop()
+        processes.stop()
 
 
 def as_message(request: Request, modules: dict[str, str]) -> dict[str, Any]:

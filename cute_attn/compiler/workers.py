@@ -1,10 +1,12 @@
 """Worker processes that answer lines of JSON: ``python -m MODULE``, since spawning would rerun the caller's script."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +51,35 @@ class Worker:
             self._process = self._start()
         return {"error": f"the process that built it ended with status {status}"}
 
-    def interrupt(self) -> None:
-        """Kill the process: the pending :meth:`ask` returns an error."""
-        self._process.kill()
-
     def stop(self) -> None:
         """End the process at once. The disk cache stays intact: files are written whole or not at all."""
         self._stopped = True
         self._process.terminate()
         _ended(self._process)
+
+
+class Workers:
+    """Up to ``count`` processes of one module, each started when a message finds no idle one."""
+
+    def __init__(self, module: str, count: int) -> None:
+        self._module = module
+        self._own = threading.local()
+        self._started: list[Worker] = []
+        self._threads = concurrent.futures.ThreadPoolExecutor(count, initializer=self._start)
+
+    def _start(self) -> None:
+        self._own.worker = Worker(self._module)
+        self._started.append(self._own.worker)
+
+    def ask(self, message: dict[str, Any]) -> concurrent.futures.Future[dict[str, Any]]:
+        """Queue a message; its result is the answer, see :meth:`Worker.ask`."""
+        return self._threads.submit(lambda: self._own.worker.ask(message))
+
+    def stop(self) -> None:
+        """End all processes at once; messages that wait are not sent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._started:
+            worker.stop()
 
 
 def _ended(process: "subprocess.Popen[str]") -> int:

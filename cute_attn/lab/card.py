@@ -10,14 +10,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from cute_attn.compiler import default_target, is_built, prebuild, registry
+from cute_attn.compiler import default_target, registry
 from cute_attn.host.backward import kernels_of
 from cute_attn.lab.benchmark import peers
 from cute_attn.lab.benchmark.results import TOLERANCE, difference, first_line
-from cute_attn.lab.benchmark.timing import Clock, query_gpu
+from cute_attn.lab.benchmark.timing import Clock, sensor, state_under_load
 from cute_attn.lab.benchmark.workload import Inputs, Workload
+from cute_attn.lab.builds import build_at_once
 from cute_attn.lab.check import Expected, small_workloads
-from cute_attn.lab.sensors import State, sensor
+from cute_attn.lab.sensors import State
 from cute_attn.tiles import Tile, check_tile, text_of
 from cute_attn.traits import Traits
 
@@ -69,9 +70,8 @@ class Gpu:
         if not torch.cuda.is_available():
             raise ValueError("there is no GPU; timing a kernel needs one")
         self.gpu = torch.cuda.get_device_name()
-        self.driver = query_gpu("driver_version") or "unknown"
+        self.driver = sensor().driver or "unknown"
         self._clock = Clock()
-        self._sensor = sensor(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
         self._checks = Checks()
         self._milliseconds: WeakKeyDictionary[Run, float] = WeakKeyDictionary()
 
@@ -79,10 +79,8 @@ class Gpu:
 
     def build(self, contenders: Sequence[Contender], workloads: Sequence[Workload]) -> None:
         """Build all kernels that the contenders need, in parallel. A failed build is raised by :meth:`prepare`."""
-        wanted = [r for c in contenders if c.kernel for r in needed_kernels(c, workloads)]
-        missing = [r for r in dict.fromkeys(wanted) if not is_built(registry.lookup(*r), r[2])]
-        if len(missing) > 1:
-            list(prebuild(missing))
+        wanted = (r for c in contenders if c.kernel for r in needed_kernels(c, workloads))
+        build_at_once((traits.name, text_of(tile) or None) for traits, tile, _ in wanted)
 
     def prepare(self, contender: Contender, workload: Workload) -> Run:
         """Check the contender against the reference, and return the function to time.
@@ -109,15 +107,9 @@ class Gpu:
         count = round(milliseconds / max(self._milliseconds[run], 1e-3))
         return statistics.median(self._clock.once(run, min(_MOST_CALLS, max(3, count))))
 
-    def state(self, run: Run, round_: int) -> State | None:
-        """Clock, power and heat under the load of ``run``; None if they are not read in this round."""
-        if round_ % self._sensor.every:
-            return None
-        for _ in range(min(20_000, max(1, round(self._sensor.busy_ms / self._milliseconds[run])))):
-            run()
-        state = self._sensor.read()
-        torch.cuda.synchronize()
-        return state
+    def state(self, run: Run) -> State:
+        """Clock, power and heat under the load of ``run``."""
+        return state_under_load(run, self._milliseconds[run], busy_ms=15)
 
 
 # ---- against the reference ----

@@ -20,6 +20,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from cute_attn.lab.sass import Code, Instruction
 
@@ -115,8 +116,7 @@ def proxy_order(code: Code) -> ProxyOrder:
     return ProxyOrder(pipelines, len(walk.releases), len(walk.by_threads), tuple(unordered))
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """What may hold for a warp at a place in the code, over all paths to it.
 
     Attributes:
@@ -133,12 +133,8 @@ class _State:
     written: frozenset[int] = frozenset()
 
     def joined(self, other: "_State") -> "_State":
-        return _State(
-            self.held | other.held,
-            self.accessed | other.accessed,
-            self.unfenced | other.unfenced,
-            self.written | other.written,
-        )
+        both: Any = zip(self, other, strict=True)
+        return _State(*(one | another for one, another in both))
 
 
 @dataclass
@@ -152,7 +148,7 @@ class _Walk:
     unordered: dict[int, set[int]] = field(default_factory=dict)
 
     def after(self, i: Instruction, state: _State) -> _State:
-        held, accessed, unfenced, written = state.held, state.accessed, state.unfenced, state.written
+        held, accessed, unfenced, written = state
         if i.opcode in _ACCESSES:
             new = {(pipeline, i.address) for pipeline in held}
             if i.opcode == "STSM" or (held and i.opcode in _WRITES):

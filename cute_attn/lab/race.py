@@ -236,7 +236,7 @@ def _measure(
     progress: Callable[[str], None],
 ) -> Measured:
     times: tuple[list[float], list[float]] = ([], [])
-    states: list[State | None] = []
+    states: list[State] = []
 
     def sample(which: int) -> float:
         found = card.sample(runs[which], SAMPLE_MS)
@@ -247,10 +247,9 @@ def _measure(
         # What precedes a round may favour its first sample, so that is a's and b's in turn.
         first = len(states) % 2
         ratio = abba(lambda: sample(first), lambda: sample(1 - first)) * (-1 if first else 1)
-        states.append(card.state(runs[len(states) % 2], len(states)))
+        states.append(card.state(runs[first]))
         progress(f"round {len(states)} on {workload.name}")
-        latest = states[-1]
-        return None if latest is not None and latest.slowed else ratio
+        return None if states[-1].slowed else ratio
 
     ends: dict[str, Any] = {"most": MOST_ROUNDS, "in_time": lambda: card.now() < deadline}
     ratios, void = until_decided(one_round, resolution=resolution, **ends)

@@ -1,9 +1,8 @@
-"""A kernel's machine code: instructions with their control bits and source lines, loops, and the steady step.
+"""A kernel's machine code: instructions with their stalls and source lines, loops, and the steady step.
 
-nvdisasm gives opcodes, operands and source lines; the control bits are read from the encodings. From sm_70 on bits
-105 to 121 of an instruction's 128 say how many clocks the warp waits after issuing it (4 bits), whether it yields (1),
-which two of six scoreboards it sets (3 each) and which of them it waits for first (6): Jia et al. 2018,
-https://arxiv.org/abs/1804.06826. NVIDIA does not document them.
+nvdisasm gives opcodes, operands and source lines. The stalls are read from the encodings: from sm_70 on bits 105 to 108
+of an instruction's 128 say how many clocks the warp waits after issuing it (Jia et al. 2018,
+https://arxiv.org/abs/1804.06826). NVIDIA does not document them.
 
 Loops are natural loops: a back edge goes to a block that dominates its source (Aho, Lam, Sethi, Ullman, section 9.6).
 Blocks that only retry a wait for an mbarrier are placed after the code and branch back into it; they are left out.
@@ -50,7 +49,6 @@ class Instruction:
         address: its offset in the code, in bytes.
         operands: as nvdisasm prints them, destinations first.
         stall: clocks until the warp may issue its next instruction.
-        waits: the scoreboards, 0 to 5, that it waits for.
         file, line: source file and line; "" and 0 without line info.
     """
 
@@ -60,7 +58,6 @@ class Instruction:
     operands: tuple[str, ...]
     predicate: str
     stall: int
-    waits: tuple[int, ...]
     file: str = ""
     line: int = 0
 
@@ -257,7 +254,6 @@ def _instructions(cubin: bytes, sources: Path) -> Iterator[Instruction]:
             tuple(filter(None, item.get("operands", "").split(","))),
             item.get("predicate", ""),
             stall=high >> 41 & 15,
-            waits=tuple(bit for bit in range(6) if high >> (52 + bit) & 1),
             file=file,
             line=line,
         )

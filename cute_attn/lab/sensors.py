@@ -1,9 +1,10 @@
-"""Read the GPU's clock, power and heat, and what limits its clock, by NVML if pynvml is installed or nvidia-smi."""
+"""Read the GPU's clock, power and heat, and what limits its clock, by NVML, a library that comes with the driver."""
 
+import ctypes
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 # NVML's bits of the reasons why the clock is not higher (nvml.h, nvmlClocksEventReasons).
 _REASONS = {
@@ -11,7 +12,7 @@ _REASONS = {
     0x20: "heat", 0x40: "heat (hardware)", 0x80: "power brake", 0x100: "display clock",
 }  # fmt: skip
 _SLOWED = ("hardware slowdown", "heat", "heat (hardware)", "power brake")
-_NVIDIA_SMI = "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+_CLOCK_SM, _TEMPERATURE_GPU = 1, 0  # NVML's numbers of them
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class State:
         return any(reason in _SLOWED for reason in self.reasons)
 
 
-def summary(states: Iterable[State | None]) -> State:
+def summary(states: Iterable[State]) -> State:
     """The median clock and power, the highest temperature and all reasons of some states."""
-    known = [state for state in states if state is not None]
+    known = list(states)
     reasons = dict.fromkeys(reason for state in known for reason in state.reasons if reason != "idle")
     return State(
         known_median(state.clock_mhz for state in known),
@@ -47,65 +48,38 @@ def known_median(values: Iterable[int | None]) -> int | None:
     return round(statistics.median(known)) if known else None
 
 
-class Sensor(NamedTuple):
-    """Reads the GPU's state. ``busy_ms``: how long the GPU must be busy for a reading under load. ``every``: the state
-    is read once in so many rounds.
-    """
+class Sensor:
+    """Reads the state of the GPU with torch's UUID, and its driver's version; unknown ones are None."""
 
-    read: Callable[[], State | None]
-    busy_ms: float
-    every: int
-
-
-def sensor(uuid: str) -> Sensor:
-    """The sensor of the GPU with torch's UUID. nvidia-smi takes a tenth of a second, so few rounds call it."""
-    try:
-        import pynvml  # may not be installed
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except Exception:  # it is not installed, or does not know this GPU
-        from cute_attn.lab.benchmark.timing import query_gpu  # loads torch
-
-        return Sensor(lambda: parse_nvidia_smi(query_gpu(_NVIDIA_SMI)), busy_ms=500.0, every=10)
-    return Sensor(lambda: _by_nvml(pynvml, handle), busy_ms=15.0, every=1)
-
-
-def _by_nvml(nvml: Any, handle: Any) -> State:
-    def ask(function: str, *arguments: Any) -> Any:
+    def __init__(self, uuid: str) -> None:
+        self._gpu, version = ctypes.c_void_p(), ctypes.create_string_buffer(80)
         try:
-            return getattr(nvml, function)(handle, *arguments)
-        except (AttributeError, nvml.NVMLError):  # an older library, or a GPU that does not tell
-            return None
+            self._nvml: Any = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            self._nvml = None
+        self._call("nvmlInit_v2")
+        self._call("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}".encode(), ctypes.byref(self._gpu))
+        known = self._call("nvmlSystemGetDriverVersion", version, ctypes.c_uint(len(version)))
+        self.driver = version.value.decode() if known else None
 
-    power = ask("nvmlDeviceGetPowerUsage")
-    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:
-        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-    return State(
-        ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        None if power is None else round(power / 1000),
-        ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        named(reasons or 0),
-    )
+    def _call(self, function: str, *arguments: Any) -> bool:
+        """Call a function of NVML, if this version has it; returns whether it succeeded."""
+        found = getattr(self._nvml, function, None)
+        return found is not None and found(*arguments) == 0
 
+    def _ask(self, function: str, *which: int) -> int | None:
+        """A number that NVML's function has of this GPU, or None."""
+        number = ctypes.c_ulonglong()  # which also holds the smaller numbers of most functions
+        return number.value if self._call(function, self._gpu, *which, ctypes.byref(number)) else None
 
-def parse_nvidia_smi(line: str | None) -> State | None:
-    """The state from a line of nvidia-smi's ``csv,nounits``, or None."""
-    if line is None:
-        return None
-    clock, power, heat, reasons = (_number(value) for value in line.split(","))
-    return State(clock, power, heat, named(reasons or 0))
-
-
-def _number(text: str) -> int | None:
-    """A decimal or hexadecimal number, or None if nvidia-smi gives no number."""
-    text = text.strip()
-    try:
-        return int(text, 16) if text.startswith("0x") else round(float(text))
-    except ValueError:
-        return None
-
-
-def named(bits: int) -> tuple[str, ...]:
-    return tuple(name for bit, name in _REASONS.items() if bits & bit)
+    def read(self) -> State:
+        power = self._ask("nvmlDeviceGetPowerUsage")
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        if reasons is None:  # an older driver
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return State(
+            self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
+            None if power is None else round(power / 1000),
+            self._ask("nvmlDeviceGetTemperature", _TEMPERATURE_GPU),
+            tuple(name for bit, name in _REASONS.items() if (reasons or 0) & bit),
+        )

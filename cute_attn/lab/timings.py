@@ -15,16 +15,8 @@ from filelock import FileLock
 
 from cute_attn.compiler.cache import caches_folder, default_cache
 
-
-@dataclass(frozen=True)
-class TimingKey:
-    """Identifies a timing: cache keys of the kernel and of the default it was timed against, workload, GPU, driver."""
-
-    kernel: str
-    default: str
-    workload: str
-    gpu: str
-    driver: str
+TimingKey = tuple[str, str, str, str, str]
+"""Cache keys of the kernel and of the default it was timed against, workload, GPU, driver."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Timings:
             if "timing" in values:
                 timing = values["timing"]
                 ratios = tuple(map(float, timing["log_ratios"]))
-                self._found[TimingKey(**values["key"])] = Timing(ratios, float(timing["ms"]))
+                self._found[tuple(values["key"])] = Timing(ratios, float(timing["ms"]))
             elif values["begun"]:
                 self._begun.add(values["kernel"])
             else:
@@ -76,7 +68,7 @@ class Timings:
     def put(self, key: TimingKey, log_ratios: Sequence[float], ms: float) -> Timing:
         """Keep a timing, in place of an earlier one of that key."""
         timing = self._found[key] = Timing(tuple(log_ratios), ms)
-        self._append({"key": asdict(key), "timing": asdict(timing)})
+        self._append({"key": key, "timing": asdict(timing)})
         return timing
 
     def began(self, kernel: str) -> None:

@@ -67,14 +67,6 @@ class Progress:
     gain: float
 
 
-@dataclass(frozen=True)
-class Equipment:
-    """What a study runs on; by default this machine."""
-
-    card: Gpu | None
-    builds: WorkerBuilds
-
-
 def tune(
     name: str,
     space: Space | str | None = None,
@@ -85,7 +77,8 @@ def tune(
     static_only: bool = False,
     resume: Path | None = None,
     seed: int = 0,
-    equipment: Equipment | None = None,
+    card: Gpu | None = None,
+    builds: WorkerBuilds | None = None,
     watch: Callable[[Progress], None] = lambda progress: None,
 ) -> Study:
     """Search for a tile of a kernel that is faster than its default one.
@@ -99,6 +92,7 @@ def tune(
         static_only: only rank by the code; needs no GPU.
         resume: the file that keeps timings, by default the user's; see :mod:`cute_attn.lab.timings`.
         seed: seed of the order in which a given space is tried.
+        card, builds: by default torch's GPU, and processes of this machine.
 
     Raises:
         ValueError: the name, the space or a workload is wrong, all tiles were declined, or there is no GPU.
@@ -108,24 +102,24 @@ def tune(
     traits = Traits.of(name, "name")
     shapes = workloads_of([Contender(traits.name)], workloads)
     search = Search.of(traits, space, target, shapes, seed)
-    if equipment is None:
-        if not static_only and not torch.cuda.is_available():
+    if card is None and not static_only:
+        if not torch.cuda.is_available():
             raise ValueError("there is no GPU; --static (static_only=True) ranks without one")
-        card = None if static_only else Gpu()
-        all_needed = () if static_only else needed_kernels(search.default, shapes, search.target)
+        card = Gpu()
+    if builds is None:
+        all_needed = needed_kernels(search.default, shapes, search.target) if card else ()
         beside = dict.fromkeys(request for request in all_needed if request[1] != search.space.tile)
         # If nothing is timed, no core is left free.
-        workers = len(os.sched_getaffinity(0)) if static_only else None
+        workers = None if card else len(os.sched_getaffinity(0))
         builds = WorkerBuilds(traits, search.target, shapes, beside, workers)
-        equipment = Equipment(card, builds)
         budget_s -= time.monotonic() - began  # starting the GPU takes seconds too
-    study = _Study(search, equipment, Timings(resume), budget_s, static_only, watch)
+    study = _Study(search, card, builds, Timings(resume), budget_s, watch)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SpillWarning)  # the study says which tiles spill
             return study.run()
     finally:
-        equipment.builds.close()
+        builds.close()
 
 
 def table_row(study: Study, workloads: Sequence[Workload], commit: str) -> str:
@@ -233,15 +227,13 @@ class _Study:
     def __init__(
         self,
         search: Search,
-        equipment: Equipment,
+        card: Gpu | None,
+        builds: WorkerBuilds,
         timings: Timings,
         budget_s: float,
-        static_only: bool,
         watch: Callable[[Progress], None],
     ) -> None:
-        self.search, self.timings, self.watch = search, timings, watch
-        self.builds = equipment.builds
-        self.card = None if static_only else equipment.card
+        self.search, self.card, self.builds, self.timings, self.watch = search, card, builds, timings, watch
         self.now = time.monotonic if self.card is None else self.card.now
         self.entries: dict[Tile, _Entry] = {}
         self.ready: list[_Entry] = []
@@ -358,7 +350,7 @@ class _Study:
         assert self.card is not None
         default = tile_at(self.search.default, workload, self.search.target)
         kernel, beside = (self.cache_key(one) for one in (tile, default))
-        return TimingKey(kernel, beside, workload.name, self.card.gpu, self.card.driver)
+        return kernel, beside, workload.name, self.card.gpu, self.card.driver
 
     def cache_key(self, tile: Tile) -> str:
         return key_of(registry.lookup(self.search.traits, tile, self.search.target), self.search.target)

@@ -1,8 +1,7 @@
 """A process that builds kernels for :mod:`cute_attn.lab.builds` and ranks them by their code: lines of JSON in and out.
 
     {"traits": NAME, "tile": TEXT, "target": ..., "modules": {NAME: FILE}, "workloads": [{...}, ...]}
-    {"seconds": ..., "error": TEXT or null, "key": ..., "spills_in_step": ..., "estimates": {WORKLOAD: ...},
-     "no_rank": TEXT}
+    {"seconds": ..., "error": TEXT or null, "spills_in_step": ..., "estimates": {WORKLOAD: ...}, "no_rank": TEXT}
 
 A kernel requested without workloads is only needed to run others, and is not ranked. A backward's preprocess and
 convert are built too. Ranks are computed here since reading the code takes half a second, which would delay the process
@@ -35,7 +34,7 @@ def build_and_rank(workloads: Sequence[dict[str, Any]], **request: Any) -> dict[
         build_parts(compiled)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return answer | {"key": compiled.key} | ranked(compiled, workloads)
+    return answer | ranked(compiled, workloads)
 
 
 def build_parts(compiled: Any) -> None:

@@ -323,7 +323,7 @@ def clocks(step: Step, content: StepContent, target: str, copies: Sequence[Confl
     tensor, wavefronts, loads, added = (x * warps / steps for x in (tensor, wavefronts, loads, added))
     others, n = content.other_wgmma
     if others:
-        other = Instruction(0, "HGMMA", (f"64x{n}x16",), ("", "gdesc"), "", 0, ())
+        other = Instruction(0, "HGMMA", (f"64x{n}x16",), ("", "gdesc"), "", 0)
         tensor += 4 * others * _flops(other) / machine.wgmma
         wavefronts += 4 * others * _wavefronts(other)
     shared = wavefronts + content.async_bytes / SHARED_BYTES

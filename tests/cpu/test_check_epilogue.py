@@ -89,7 +89,9 @@ def test_a_wrong_call_is_one_sentence(call, sentence):
 
 
 def checked(name):
-    return commands._check_epilogues(commands.make_console(), Traits.parse(f"forward-sm80-bf16-d64-{name}"))
+    return commands._check_epilogues(
+        commands.options.make_console(), Traits.parse(f"forward-sm80-bf16-d64-{name}")
+    )
 
 
 def test_check_runs_it(capsys):

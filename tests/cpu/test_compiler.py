@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from cute_attn import compiler, lookup
-from cute_attn.compiler import cache, compile, compiled, cubin, fingerprint, registry
+from cute_attn.compiler import cache, compile, compiled, cubin, fingerprint, registry, workers
 from cute_attn.lab.card import Contender
 from cute_attn.lab.pictures import pictures
 from cute_attn.lab.verdict import verdict
@@ -364,7 +364,7 @@ def test_closing_the_iterator_stops_the_processes(fresh_cache, monkeypatch):
             stopped.wait()
         return {"error": None}
 
-    monkeypatch.setattr(compiled, "Worker", lambda module: types.SimpleNamespace(ask=ask, stop=stopped.set))
+    monkeypatch.setattr(workers, "Worker", lambda module: types.SimpleNamespace(ask=ask, stop=stopped.set))
     built = compiler.prebuild([(TRAITS, f"values={n}", "sm80") for n in (1, 2, 3, 4)], 1)
     next(built)
     built.close()

@@ -7,7 +7,7 @@ import pytest
 from cute_attn.compiler import registry
 from cute_attn.lab.builds import Built
 from cute_attn.lab.card import Contender
-from cute_attn.lab.tune import Equipment, tune
+from cute_attn.lab.tune import tune
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import Traits
 from tests.simulated_card import SimulatedCard
@@ -52,7 +52,7 @@ class SimulatedBuilds:
     def built(self, tile):
         if tile in self.failing:
             return Built(tile, error="DSLRuntimeError: it does not build")
-        return Built(tile, tile.text, self.seconds, no_rank="no step")
+        return Built(tile, self.seconds, no_rank="no step")
 
     def close(self):
         self.closed = True
@@ -63,7 +63,7 @@ def run(milliseconds, resume, space=None, *, card=None, failing=()):
     card = card or SimulatedCard(milliseconds_of(milliseconds))
     simulated = SimulatedBuilds(card, failing)
     options = {"workloads": ("s8192",), "budget_s": 60.0, "resume": resume}
-    study = tune(NAME, space, **options, equipment=Equipment(card, simulated))
+    study = tune(NAME, space, **options, card=card, builds=simulated)
     assert simulated.closed
     return study, card, simulated
 

@@ -23,7 +23,8 @@ def test_a_kernel_against_itself_is_not_faster():
     assert found.outcome in ("same", "undecided"), found.sentence
     assert one.low <= 1.005 and one.high >= 0.995 and one.rounds >= 21
     assert found.gpu == torch.cuda.get_device_name()
-    assert one.state.clock_mhz is None or one.state.clock_mhz > 300, "the state is read under load"
+    assert found.driver != "unknown" and one.state.watts > 50 and 20 < one.state.celsius < 120
+    assert one.state.clock_mhz > 300, "the state is read under load"
 
 
 def test_a_backward_is_compared_with_the_reference_and_timed():

@@ -1,4 +1,4 @@
-"""A pytest plugin: runs one worker's share of a suite's seeded sample and writes what happened, a line each.
+"""A pytest plugin: runs a suite's seeded sample and writes what happened, a line each.
 
 The environment's OUTSIDE has its :class:`Order` as JSON.
 """
@@ -25,7 +25,7 @@ from .suites import Suite
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker does.
+    """What to run.
 
     Attributes:
         suite: fields of :class:`outside.suites.Suite`.
@@ -33,9 +33,7 @@ class Order:
         folder: the suite's.
         seed: of the sample.
         scale: factor of the suite's counts.
-        worker, workers: its share.
         results: the file to write.
-        done: tests that are not to be run again.
         ids: tests to run instead of a sample.
     """
 
@@ -44,10 +42,7 @@ class Order:
     folder: str
     seed: int
     scale: float
-    worker: int
-    workers: int
     results: str
-    done: tuple[str, ...] = ()
     ids: tuple[str, ...] = ()
 
 
@@ -67,15 +62,17 @@ def reason_of(name: str) -> str | None:
 
 
 def write(**line: Any) -> None:
-    """A line of results."""
-    with open(ORDER.results, "a") as file:
-        file.write(json.dumps(line) + "\n")
+    """Add a line of results, at once: several processes do."""
+    with open(ORDER.results, "ab", buffering=0) as file:
+        file.write(json.dumps(line).encode() + b"\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for name in SUITE.lacking:
         _lend(*name.rsplit(".", 1))
     adapters.ADAPTERS[ORDER.adapter](Path(ORDER.folder))
+    if not _worker(config):
+        config.pluginmanager.register(Reports())
 
 
 def _lend(module: str, name: str) -> None:
@@ -147,16 +144,19 @@ def _count(name: str) -> int:
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep this worker's share of the sample."""
+    """Keep the sample."""
     for module in {item.module for item in items if hasattr(item, "module")}:
         adapters.mend(module)
     collected = len(items)
     kept, left_out = _listed(items) if ORDER.ids else _sample(items)
-    own = [item for item in kept[ORDER.worker :: ORDER.workers] if item.nodeid not in ORDER.done]
-    items[:] = own
-    if ORDER.worker == 0:
-        write(collected=collected, sampled=len(kept), left_out=left_out)
-    write(share=[item.nodeid for item in own])
+    items[:] = kept
+    if _worker(config) == "gw0":
+        write(collected=collected, left_out=left_out, sample=[item.nodeid for item in kept])
+
+
+def _worker(config: pytest.Config) -> str:
+    """The name of the process among those of pytest-xdist, or "" for the one that has the reports of all."""
+    return getattr(config, "workerinput", {}).get("workerid", "")
 
 
 def _listed(items: list[pytest.Item]) -> tuple[list[pytest.Item], Counter[str]]:
@@ -195,28 +195,41 @@ def _served() -> Counter:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: Any) -> Any:
-    """Note the start, so that a crash has a name, and which operators were served."""
-    write(started=item.nodeid)
-    before = _served()
+def pytest_runtest_teardown(item: pytest.Item) -> Any:
+    """State which operators were served since the start of the test."""
+    before = item.stash[_BEFORE]
     outcome = yield
     calls = _served() - before
     fell = {reason: n for (_, reason), n in calls.items() if reason}
-    write(
-        calls=item.nodeid, served=sum(n for (_, reason), n in calls.items() if not reason), fell_through=fell
-    )
+    served = sum(n for (_, reason), n in calls.items() if not reason)
+    item.user_properties.append(("calls", {"served": served, "fell_through": fell}))
     return outcome
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """One line a test, and one for each phase that fails."""
-    if report.when == "call" or report.outcome != "passed":
-        reason = ""
-        if report.skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        elif report.failed:
-            crash = getattr(report.longrepr, "reprcrash", None)
-            reason = crash.message if crash is not None else str(report.longrepr)
-        write(
-            test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), reason=reason[:600]
-        )
+_BEFORE = pytest.StashKey[Counter]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_BEFORE] = _served()
+
+
+class Reports:
+    """Writes one line a test, one for its calls, and one for each phase that fails, or in which a process dies."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if calls := dict(report.user_properties).get("calls"):
+            write(calls=report.nodeid, **calls)
+        if report.when == "call" or report.outcome != "passed":
+            reason = ""
+            if report.skipped:
+                reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            elif report.failed:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                reason = crash.message if crash is not None else str(report.longrepr)
+            write(
+                test=report.nodeid,
+                outcome=report.outcome,
+                seconds=round(report.duration, 2),
+                reason=reason[:600],
+            )

@@ -5,15 +5,17 @@
     python -m tests.outside.run SUITES pytorch-sdpa --stock    the same tests without this package
     python -m tests.outside.run SUITES flash-attention --ids FILE      these tests, by the names that --json has
 
-Fetches nothing. A seeded sample of each suite's tests runs in parallel processes; each suite ends at its time limit;
-what was not reached is counted. Prints what passed, failed, passed without a kernel (fell through), and was skipped,
-with reasons; --json keeps it all. A worker that dies, for example by a CUDA error, is started again behind the test.
+Fetches nothing. A seeded sample of each suite's tests runs in parallel processes (pytest-xdist); each suite ends at its
+time limit; what was not reached is counted. Prints what passed, failed, passed without a kernel (fell through), and was
+skipped, with reasons; --json keeps it all. A test in which a process dies has failed, and another process goes on.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,20 +38,19 @@ class Outcome:
         skipped: why it did not run, or "".
         tests: (outcome, reason) by test.
         calls: of each test, how many operators were served, and reasons why others were not.
-        sampled, collected: how many tests.
+        collected: how many tests.
         left_out: how many tests of which names, with reasons.
-        share: all that were to be run.
+        sample: all that were to be run.
         seconds: how long it took.
-        tail: the end of a worker's output, where one could not start.
+        tail: the end of pytest's output, where it could not start.
     """
 
     skipped: str = ""
     tests: dict[str, tuple[str, str]] = field(default_factory=dict)
     calls: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)
-    sampled: int = 0
     collected: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    share: set[str] = field(default_factory=set)
+    sample: set[str] = field(default_factory=set)
     seconds: float = 0.0
     tail: str = ""
 
@@ -59,7 +60,7 @@ class Outcome:
         for test, (outcome, _) in self.tests.items():
             served, others = self.calls.get(test, (0, {}))
             found["fell through" if outcome == "passed" and others and not served else outcome] += 1
-        found["not reached"] = len(self.share - set(self.tests))
+        found["not reached"] = len(self.sample - set(self.tests))
         return found
 
     def reasons(self, outcome: str) -> list[tuple[str, int, str]]:
@@ -78,38 +79,6 @@ class Outcome:
         return total
 
 
-@dataclass
-class Worker:
-    """A pytest process with its share of a suite.
-
-    Attributes:
-        order: of :class:`outside.plugin.Order`, as a dict.
-        process: or None before the start.
-        log: its output.
-    """
-
-    order: dict[str, Any]
-    log: Path
-    process: subprocess.Popen | None = None
-
-    def start(self, suite: Suite, folder: Path, done: list[str]) -> None:
-        """Start a process for the tests that have not run yet."""
-        path = os.pathsep.join(
-            [str(ROOT), str(ROOT / "tests"), str(folder), os.environ.get("PYTHONPATH", "")]
-        )
-        environment = os.environ | suite.environment | {"PYTHONPATH": path}
-        environment["OUTSIDE"] = json.dumps(self.order | {"done": done})
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "outside.plugin", "-p", "no:cacheprovider"]
-        command += ["--rootdir", str(folder), "-c", os.devnull, *suite.arguments, *suite.paths]
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The lines that the process has written."""
-        results = Path(self.order["results"])
-        return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-
-
 def run_suite(suite: Suite, suites: Path, options: argparse.Namespace) -> Outcome:
     """Run a suite in parallel processes until it is done or its time is over."""
     folder = (suites / suite.folder).resolve()
@@ -121,25 +90,44 @@ def run_suite(suite: Suite, suites: Path, options: argparse.Namespace) -> Outcom
         return Outcome(skipped=f"not installed: {', '.join(absent)}")
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        workers = []
-        for i in range(options.workers):
-            order = {
-                "suite": asdict(suite),
-                "adapter": "stock" if options.stock else suite.adapter,
-                "folder": str(folder),
-                "seed": options.seed,
-                "scale": options.scale,
-                "worker": i,
-                "workers": options.workers,
-                "results": f"{scratch}/{i}.jsonl",
-                "ids": _lines(options.ids),
-            }
-            workers.append(Worker(order, Path(scratch) / f"{i}.log"))
-            workers[-1].start(suite, folder, [])
-        crashed = _watch(workers, suite, folder, start + options.limit)
-        outcome = gather([line for worker in workers for line in worker.lines()], crashed)
-        if not outcome.share:
-            outcome.tail = "\n".join(workers[0].log.read_text().splitlines()[-15:])
+        results, log = Path(scratch) / "results.jsonl", Path(scratch) / "log"
+        results.touch()
+        order = {
+            "suite": asdict(suite),
+            "adapter": "stock" if options.stock else suite.adapter,
+            "folder": str(folder),
+            "seed": options.seed,
+            "scale": options.scale,
+            "results": str(results),
+            "ids": _lines(options.ids),
+        }
+        path = [str(ROOT), str(ROOT / "tests"), str(folder), os.environ.get("PYTHONPATH", "")]
+        own = {"PYTHONPATH": os.pathsep.join(path), "OUTSIDE": json.dumps(order)}
+        command = [sys.executable, "-m", "pytest", "-q", "-n", str(options.workers), "--dist", "worksteal"]
+        command += [
+            "-p",
+            "outside.plugin",
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(folder),
+            "-c",
+            os.devnull,
+        ]
+        command += [*suite.arguments, *suite.paths]
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=folder, env=os.environ | suite.environment | own, stdout=file, stderr=file,
+                start_new_session=True,
+            )  # fmt: skip
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(options.limit)
+            with contextlib.suppress(ProcessLookupError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        outcome = gather([json.loads(line) for line in results.read_text().splitlines()])
+        if not outcome.sample:
+            outcome.tail = "\n".join(log.read_text().splitlines()[-15:])
     outcome.seconds = time.monotonic() - start
     return outcome
 
@@ -150,44 +138,17 @@ def _lines(path: Path | None) -> list[str]:
     return list(dict.fromkeys(filter(None, map(str.strip, lines))))
 
 
-def _watch(workers: list[Worker], suite: Suite, folder: Path, end: float) -> dict[str, str]:
-    """Wait, and start workers that died again; returns the tests they died in, with the status."""
-    crashed: dict[str, str] = {}
-    running = list(workers)
-    while running and time.monotonic() < end:
-        time.sleep(0.2)
-        for worker in list(running):
-            status = worker.process.poll() if worker.process is not None else None
-            if status is None:
-                continue
-            running.remove(worker)
-            lines = worker.lines()
-            started = [line["started"] for line in lines if "started" in line]
-            if status not in (0, 1, 5) and started and started[-1] not in crashed:
-                crashed[started[-1]] = f"the process ended with status {status}"
-                worker.start(suite, folder, started)
-                running.append(worker)
-    for worker in running:
-        if worker.process is not None:
-            worker.process.kill()
-            worker.process.wait()
-    return crashed
-
-
-def gather(lines: list[dict[str, Any]], crashed: dict[str, str]) -> Outcome:
-    """Collect the workers' lines; crashed: tests in which a worker died."""
+def gather(lines: list[dict[str, Any]]) -> Outcome:
+    """Collect the plugin's lines."""
     outcome = Outcome()
     for line in lines:
         if "collected" in line:
-            outcome.collected, outcome.sampled = line["collected"], line["sampled"]
-            outcome.left_out = line["left_out"]
-        elif "share" in line:
-            outcome.share |= set(line["share"])
+            outcome.collected, outcome.left_out = line["collected"], line["left_out"]
+            outcome.sample = set(line["sample"])
         elif "calls" in line:
             outcome.calls[line["calls"]] = (line["served"], line["fell_through"])
-        elif "test" in line and outcome.tests.get(line["test"], ("passed",))[0] != "failed":
+        elif outcome.tests.get(line["test"], ("passed",))[0] != "failed":
             outcome.tests[line["test"]] = (line["outcome"], line["reason"])
-    outcome.tests |= {test: ("failed", why) for test, why in crashed.items()}
     return outcome
 
 
@@ -199,7 +160,7 @@ def report(name: str, outcome: Outcome) -> None:
     counts = outcome.counts()
     words = ", ".join(f"{counts[what]} {what}" for what in WHAT if counts[what])
     print(
-        f"{name}: {words or 'nothing ran'}; {outcome.sampled} of {outcome.collected} in {outcome.seconds:.0f} s"
+        f"{name}: {words or 'nothing ran'}; {len(outcome.sample)} of {outcome.collected} in {outcome.seconds:.0f} s"
     )
     if outcome.tail:
         print(outcome.tail)

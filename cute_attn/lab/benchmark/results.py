@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_attn.compiler import toolchain
 from cute_attn.lab.benchmark.peers import Declined, Implementation, Run, versions
-from cute_attn.lab.benchmark.timing import Clock, clock_under_load, query_gpu
+from cute_attn.lab.benchmark.timing import Clock, clock_under_load, sensor
 from cute_attn.lab.benchmark.workload import Workload
 from cute_attn.lab.sensors import known_median
 
@@ -25,10 +25,9 @@ TOLERANCE = 0.05
 def time_workloads(
     workloads: Iterable[Workload],
     implementations: Mapping[str, Implementation],
-    report: Callable[[dict[str, Any]], None] = lambda row: None,
     milliseconds: float = 100.0,
 ) -> dict[str, Any]:
-    """Time every workload with every implementation, and describe the machine; ``report`` is called with every row.
+    """Time every workload with every implementation, and describe the machine.
 
     A row has ``"error"`` in place of numbers if the implementation failed, or if its output or a gradient differs from
     the first implementation's. A lost GPU context raises RuntimeError.
@@ -38,8 +37,6 @@ def time_workloads(
         new, mhz = time_workload(workload, implementations, clock, milliseconds)
         rows += new
         clocks.append(mhz)
-        for row in new:
-            report(row)
     return machine() | {"clock_mhz": known_median(clocks), "rows": rows}
 
 
@@ -130,7 +127,7 @@ def difference(out: Tensor, expected: Tensor) -> float:
 def machine() -> dict[str, Any]:
     """The GPU, versions, commit and date that a result states."""
     return {
-        "gpu": torch.cuda.get_device_name(), "driver": query_gpu("driver_version"), "clock_mhz": None,
+        "gpu": torch.cuda.get_device_name(), "driver": sensor().driver, "clock_mhz": None,
         "torch": torch.__version__, "cutlass_dsl": toolchain()["cutlass_dsl"], "peers": versions(),
         "commit": commit(), "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip

@@ -1,13 +1,15 @@
 """Timing on the GPU: medians of single calls, each on a cold L2, in rounds over all implementations."""
 
+import functools
 import math
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from cute_attn.lab.sensors import Sensor, State
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 of any target
 FLUSHES = 4
@@ -69,21 +71,21 @@ class Clock:
         return {name: statistics.median(samples) for name, samples in times.items()}
 
 
+@functools.cache
+def sensor() -> Sensor:
+    """The sensor of the current GPU."""
+    return Sensor(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+
+
+def state_under_load(run: Callable[[], Any], milliseconds: float, busy_ms: float) -> State:
+    """The GPU's state after ``busy_ms`` of calls of ``run``, each of ``milliseconds``, while they run."""
+    for _ in range(min(20_000, max(1, round(busy_ms / max(milliseconds, 1e-3))))):
+        run()
+    state = sensor().read()
+    torch.cuda.synchronize()
+    return state
+
+
 def clock_under_load(run: Callable[[], Any], milliseconds: float) -> int | None:
     """The SM clock in MHz while ``run``, which takes ``milliseconds``, is called repeatedly; None if unknown."""
-    for _ in range(max(1, min(2000, round(500 / max(milliseconds, 1e-3))))):
-        run()
-    clock = query_gpu("clocks.sm")
-    torch.cuda.synchronize()
-    return int(float(clock)) if clock else None
-
-
-def query_gpu(field: str) -> str | None:
-    """One field of nvidia-smi for the current GPU, without its unit; None if nvidia-smi fails."""
-    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+    return state_under_load(run, milliseconds, busy_ms=500).clock_mhz
