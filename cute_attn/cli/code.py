@@ -10,6 +10,7 @@ from rich.text import Text
 from cute_attn import lab
 from cute_attn.cli.options import (
     AsJson,
+    KnownNames,
     Name,
     Other,
     Page,
@@ -31,7 +32,7 @@ Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=comple
 
 
 def verdict_of_tiles(
-    name: Name,
+    names: KnownNames,
     tiles: Tiles = None,
     target: Target = None,
     lines: Annotated[
@@ -41,8 +42,11 @@ def verdict_of_tiles(
     page: Page = None,
     verbose: Verbose = False,
 ) -> None:
-    """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
-    found = _verdicts([(name, tile or None) for tile in tiles or [""]], target, lines)
+    """What kernels cost, from their machine code; needs no GPU. A column for each NAME, and each --tile of it.
+
+    `cute-attn diff NAME NAME2` also compares the instructions of two.
+    """
+    found = _verdicts([(name, tile or None) for name in names for tile in tiles or [""]], target, lines)
     if not any(one.fits for one in found):
         raise ValueError("; ".join(dict.fromkeys(one.reason for one in found)))
     if page is not None:

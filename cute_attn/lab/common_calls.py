@@ -19,7 +19,7 @@ from cute_attn.compiler import registry
 from cute_attn.compiler.compiled import Request
 from cute_attn.host.backward import kernels_of
 from cute_attn.kernels.backward_sm80.heuristics import in_passes
-from cute_attn.tiles import MEASURED, first_that_fits
+from cute_attn.tiles import MEASURED, BackwardSm80Tile, first_that_fits
 from cute_attn.tiles.inference import MAX_PARTIALS, CacheCall, CombineStreamKTile, CombineTile
 from cute_attn.traits import ROTARY, Traits
 
@@ -89,7 +89,7 @@ def rows(target: str) -> Iterator[tuple[Traits, Any, str]]:
             name, on = _evidence(row, path.parent.name)
             traits = Traits.parse(name) if on == target else None
             if traits is not None and not traits.epilogues:
-                tiles = in_passes(row.tile, traits) if hasattr(row.tile, "dq_passes") else [row.tile]
+                tiles = in_passes(row.tile, traits) if isinstance(row.tile, BackwardSm80Tile) else [row.tile]
                 tile = first_that_fits(tiles, traits, target)
                 if tile.reject(traits, target) is None:  # not every head dim of a row's range fits
                     yield traits, tile, target

@@ -111,6 +111,15 @@ def test_a_bundle_of_all_has_every_kernel_that_random_calls_launch(kind, target,
     assert not missing, f"{len(missing)} of {len(launched)}"
 
 
+@pytest.mark.parametrize("target", PROCESSORS)
+def test_rows_of_the_tables_are_kernels_that_fit(target):
+    found = list(common_calls.rows(target))
+    assert {traits.op for traits, _, _ in found} >= {"forward", "backward", "jvp"}
+    assert all(
+        registry.lookup(traits, tile, on).tile.reject(traits, on) is None for traits, tile, on in found
+    )
+
+
 def test_a_bundle_of_all_has_each_kernel_once_and_they_fit(monkeypatch):
     monkeypatch.setattr(common_calls, "kernels", kernels)
     everything = common_calls.everything(["sm80"])
