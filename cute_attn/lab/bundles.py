@@ -278,7 +278,7 @@ def wheel_name() -> str:
 
 
 def _check_output(output: Path) -> None:
-    if output.suffix == ".whl":
+    if output.suffix in (".whl", ".zip", ".tar", ".gz"):
         if output.name != wheel_name():
             raise ValueError(f"-o is {output.name!r}; accepted: a folder, or {wheel_name()}")
     elif output.exists() and not (output / bundle.INDEX).is_file():
