@@ -1,7 +1,7 @@
 """Serve requests by continuous batching: chunked prefill and decoding share one paged cache and its calls.
 
-    python examples/serve.py                 64 requests in 16 slots on the GPU, decoding steps in a CUDA graph
-    python examples/serve.py --device cpu    in seconds, 5 requests in 2 slots of a smaller model
+    python examples/serve.py    64 requests in 16 slots on the GPU, decoding steps in a CUDA graph;
+                                without a GPU in seconds, 5 requests in 2 slots of a smaller model
 
 The model is that of ``generate.py``, with random weights. A request comes at an iteration, and waits for a slot and
 for pages of all its rows. While a slot has a prompt left, an iteration is one packed call a layer: of up to ``--chunk``
@@ -194,7 +194,8 @@ class Server:
 def main() -> None:
     """Serve and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
     parser.add_argument("--seed", type=int, default=0)
     for name, (on_gpu, on_cpu) in SIZES.items():
         text = f"by default {on_gpu}, on the CPU {on_cpu}"

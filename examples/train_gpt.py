@@ -1,7 +1,7 @@
 """Train a small GPT twice from one seed: with this package's attention, and with PyTorch's.
 
-    python examples/train_gpt.py                       200 steps on the GPU; writes docs/train_gpt.png and .json
-    python examples/train_gpt.py --device cpu --steps 5 --dropout 0 --plot ''     in seconds, a smaller model
+    python examples/train_gpt.py              200 steps on the GPU; writes docs/train_gpt.png and .json
+    python examples/train_gpt.py --steps 5    without a GPU in seconds: a smaller model, no dropout, no picture
 
 Two layers, head dim 64, causal, dropout in attention and around it, on the bytes of this package's own sources. Both
 runs have the same dropout masks: from the seed and the offset of torch's generator this package computes the mask of
@@ -130,20 +130,23 @@ def plot(losses: dict[str, list[float]], path: Path) -> None:
 def main() -> None:
     """Train twice, compare, plot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, choices=("cuda", "cpu"))
     for name, value in (("steps", 200), ("layers", 2), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, (on_gpu, on_cpu) in SIZES.items():
         text = f"by default {on_gpu}, on the CPU {on_cpu}"
         parser.add_argument(f"--{name}", type=int, help=text)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument(
-        "--plot", default=str(ROOT / "docs" / "train_gpt.png"), help="the picture; '' for none"
-    )
+    parser.add_argument("--dropout", type=float, help="by default 0.1, on the CPU 0")
+    parser.add_argument("--plot", help="the picture; by default docs/train_gpt.png, on the CPU none")
     options = parser.parse_args()
     for name, sizes in SIZES.items():
         if getattr(options, name) is None:
             setattr(options, name, sizes[options.device == "cpu"])
+    if options.dropout is None:
+        options.dropout = 0.1 if options.device == "cuda" else 0.0
+    if options.plot is None and options.device == "cuda":
+        options.plot = str(ROOT / "docs" / "train_gpt.png")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, and there is no GPU; accepted here: cpu")
     if options.device == "cpu" and options.dropout:

@@ -4,7 +4,7 @@ A level is registered as a variant of ``forward-sm80`` or ``forward-sm90``, so t
 
     import tour.levels
     attention(q, k, v, causal=True, kernel="sm90:tour5")
-    PYTHONPATH=. cute-attn --load tour/levels.py verdict forward-sm90:tour5-bf16-d128-causal --lines
+    cute-attn --load tour.levels verdict forward-sm90:tour5-bf16-d128-causal --lines
 
 A level's ``launch`` takes mQ, mO (batch, seqlen_q, nheads, head_dim); mK, mV (batch, seqlen_k, nheads_kv, head_dim);
 mLSE (batch, nheads, seqlen_q) fp32; the softmax scale; and the number of multiprocessors, which level 7 reads. No level

@@ -15,7 +15,7 @@ A row that sees no key has o = 0 and LSE = -inf, here and in all levels.
 What to look at: the kernel reads K twice and V once for every query, 768 bytes for each score at 128 dims, and no
 tensor core runs. It needs few registers: between two keys it keeps only its dims of q and o, a maximum and a sum.
 
-Any lengths.
+Any lengths: a warp has one query, and visits keys one at a time, so nothing lies beyond the end.
 """
 
 from dataclasses import dataclass
@@ -52,15 +52,18 @@ class Scalar(Level):
         query, head, batch = index % seqlen_q, index // seqlen_q % nheads, index // seqlen_q // nheads
         head_kv = head // (nheads // mK.shape[2])
         keys = Int32(seqlen_k)
+        # const_expr: decided when the kernel is built. A plain `if` is a branch on the GPU.
         if cutlass.const_expr(self.traits.causal):
             keys = cutlass.min(keys, cutlass.max(query + seqlen_k - seqlen_q + 1, 0))
 
         q = self.dims(mQ[batch, query, head, None], lane).load().to(Float32)
+        # The first visit: the maximum. range is a loop on the GPU; range_constexpr, in later levels, is unrolled.
         row_max = -Float32.inf
         for j in cutlass.range(keys):
             k = self.dims(mK[batch, j, head_kv, None], lane)
             row_max = fmax(row_max, self.score(q, k) * scale)
 
+        # The second visit: the probabilities, their sum, and o before it is divided by that sum.
         row_sum, acc = Float32(0.0), cute.make_rmem_tensor(self.traits.head_dim // 32, Float32)
         acc.fill(0.0)
         for j in cutlass.range(keys):

@@ -67,7 +67,7 @@ class Tensorcores(Tiled):
         acc_O = cute.make_rmem_tensor(mine.partition_shape_C((tile_m, d)), Float32)
         acc_O.fill(0.0)
 
-        # Where the lane's scores are: rows[r] and cols[c] after its first row and column.
+        # A lane holds scores of several rows and columns. S[r, c] is the one at (row + rows[r], col + cols[c]).
         modes = layouts.row_col_modes(mma, tile_m, tile_n)
         row, col = layouts.thread_row_col(mma, tile_m, tile_n, thread)
         row += row0
@@ -78,6 +78,7 @@ class Tensorcores(Tiled):
         if cutlass.const_expr(self.traits.causal):
             keys = cutlass.max(cutlass.min(keys, row0 + tile_m + seqlen_k - seqlen_q), 0)
 
+        # The first visit of the keys: the maximum of each row.
         for block in cutlass.range(cute.ceil_div(keys, tile_n), unroll=1):
             acc_S = self.scores(mma, mine, tSrQ, gK, coords_k, block)
             S = layouts.row_col_view(acc_S, modes)
@@ -88,6 +89,7 @@ class Tensorcores(Tiled):
         for r in cutlass.range_constexpr(len(modes.rows)):
             row_max[r] = quad_reduce(row_max[r], fmax)  # four lanes hold a row
 
+        # The second visit: scores again, their probabilities, and O += P V.
         for block in cutlass.range(cute.ceil_div(keys, tile_n), unroll=1):
             acc_S = self.scores(mma, mine, tSrQ, gK, coords_k, block)
             S = layouts.row_col_view(acc_S, modes)

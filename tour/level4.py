@@ -102,6 +102,7 @@ class Pipelined(Tiled):
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
 
+        # Python runs this loop when the kernel is built. It gives two on the GPU: one without a mask, one with.
         for masked in (False, True):
             begin, end = (full, n_blocks) if masked else (Int32(0), full)
             for block in cutlass.range(begin, end, unroll=1):

@@ -13,7 +13,7 @@ the other end: a CTA with a long one then gets a short one. The producer loads i
 K[j] before V[j-1]: in the order of levels 5 and 6 each K would wait for a stage of V.
 
 What levels 4 to 6 wrote out is imported from the package. Its softmax keeps a row's maximum until an exponential would
-exceed 2^8: O is rarely rescaled, and no digits are lost, as only the units differ.
+exceed 2^8, so O is rarely rescaled. No digits are lost: O and the row's sum only have another common factor.
 
 What to look at: the order of HGMMA, MUFU and the waits between. Any lengths; 128 queries and keys at a time.
 """

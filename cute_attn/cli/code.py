@@ -16,7 +16,7 @@ Tiles = Annotated[list[str] | None, typer.Option("--tile", autocompletion=option
 
 
 def verdict_of_tiles(
-    name: options.Name,
+    names: options.KnownNames,
     tiles: Tiles = None,
     target: options.Target = None,
     lines: Annotated[
@@ -26,8 +26,11 @@ def verdict_of_tiles(
     page: options.Page = None,
     verbose: options.Verbose = False,
 ) -> None:
-    """What tiles cost, from their machine code; needs no GPU. The default tile, or a column for each --tile."""
-    found = _verdicts([(name, tile or None) for tile in tiles or [""]], target, lines)
+    """What kernels cost, from their machine code; needs no GPU. A column for each NAME, and each --tile of it.
+
+    `cute-attn diff NAME NAME2` also compares the instructions of two.
+    """
+    found = _verdicts([(name, tile or None) for name in names for tile in tiles or [""]], target, lines)
     if not any(one.fits for one in found):
         raise ValueError("; ".join(dict.fromkeys(one.reason for one in found)))
     if page is not None:

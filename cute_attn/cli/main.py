@@ -453,6 +453,9 @@ def cache_list(
     title = (
         f"{counted(len(entries), 'kernel')}, {sized(sum(entry.size for entry in entries))} in {cache.root}"
     )
+    if not entries:
+        print(title)
+        return
     if everything:
         table = Table("kernel", "target", "tile", "built in", "key", title=title)
         for entry in entries:

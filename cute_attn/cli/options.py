@@ -57,12 +57,13 @@ def complete_tile(context: typer.Context, text: str) -> list[str]:
     return [f"{done}{comma}{name}=" for name in left]
 
 
-def _checked_name(context: typer.Context, name: str | None) -> str | None:
-    """Check a kernel's name before the kernels are imported, which takes seconds; returns the name."""
-    if name is not None and not context.resilient_parsing:
+def _checked_name(context: typer.Context, given: Any) -> Any:
+    """Check kernels' names before the kernels are imported, which takes seconds; returns what was given."""
+    names = [given] if isinstance(given, str) else given or ()
+    for name in () if context.resilient_parsing else names:
         for epilogue in Traits.parse(name).epilogues:
             user_epilogue(epilogue)
-    return name
+    return given
 
 
 def _checked_target(context: typer.Context, target: str | None) -> str | None:
@@ -83,6 +84,7 @@ def _kernel(metavar: str, meaning: str) -> Any:
 
 
 Name = Annotated[str, _kernel("NAME", "A kernel, such as forward-sm80-bf16-d128-causal.")]
+KnownNames = Annotated[list[str], _kernel("NAME", "Kernels, such as forward-sm80-bf16-d128-causal.")]
 Other = Annotated[str | None, _kernel("NAME2", "Another kernel, such as the base of a variant.")]
 Names = Annotated[
     list[str] | None,

@@ -74,8 +74,10 @@ def _layout_reason(arch: str, layout: SmemLayout, smem: Any, plain: Any) -> str 
     clash = _same_place(smem.offsets)
     if clash:
         return f"has elements {clash[0]} and {clash[1]} in one place; accepted: a place for each"
+    if smem.offsets.min() < 0:
+        return "has elements before its start; accepted: strides that are not negative"
     bits = (int(smem.offsets.max()) + 1) * layout.dtype.width
-    if smem.offsets.min() < 0 or bits > 8 * layout.room:
+    if bits > 8 * layout.room:
         return (
             f"takes {bits // 8:,} bytes of shared memory; accepted: at most {layout.room:,}, which its tile's "
             "smem_areas has for it"

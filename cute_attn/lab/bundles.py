@@ -87,7 +87,9 @@ def like(paths: Iterable[Path]) -> list[Request]:
 # ---- making it ----
 
 
-def make_bundle(requests: Iterable[Request], output: Path, workers: int | None = None) -> Iterator[Prebuilt]:
+def make_bundle(
+    requests: Iterable[Request], output: Path | str, workers: int | None = None
+) -> Iterator[Prebuilt]:
     """Build kernels in parallel processes, through the disk cache, and bundle them; yields each when it is built.
 
     ``output``, a folder or a wheel named ``wheel_name()``, is written at the end, unless a kernel failed.
@@ -96,6 +98,7 @@ def make_bundle(requests: Iterable[Request], output: Path, workers: int | None =
         ValueError: ``output`` is neither of these, or a folder with other files; the DSL is not installed; the disk
             cache is off; there is no C compiler; or a kernel failed.
     """
+    output = Path(output)
     _check_output(output)
     wanted = check_requests(requests)
     _run([*compiler(), "--version"], Path())
@@ -224,7 +227,7 @@ def link(object_file: bytes) -> bytes:
         (folder / "raise.c").write_text(template("raise.c"))
         (folder / "exported").write_text(_EXPORTED)
         options = ["-shared", "-fPIC", "-O1", "-s", "-o", LIBRARY, OBJECT, "raise.c", str(runtime_archive())]
-        _run([*compiler(), *options, "-Wl,--version-script=exported"], folder)
+        _run([*compiler(), *options, "-Wl,--version-script=exported,--build-id=none"], folder)
         for line in _run(["nm", "--dynamic", "--undefined-only", LIBRARY], folder).splitlines():
             symbol = line.split()[-1]
             if not _KNOWN_SYMBOL.fullmatch(symbol):
@@ -275,7 +278,7 @@ def wheel_name() -> str:
 
 
 def _check_output(output: Path) -> None:
-    if output.suffix == ".whl":
+    if output.suffix in (".whl", ".zip", ".tar", ".gz"):
         if output.name != wheel_name():
             raise ValueError(f"-o is {output.name!r}; accepted: a folder, or {wheel_name()}")
     elif output.exists() and not (output / bundle.INDEX).is_file():

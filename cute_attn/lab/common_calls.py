@@ -2,8 +2,9 @@
 
 These are common: bf16 and fp16; head dims 64, 96, 128 and 256; full, causal and window masks; sequences batched with
 one length or packed; any lengths; 1, 4 or 8 query heads per key head; forward, backward, attention with a cache whose
-lengths are given, contiguous or in pages of 16, 64 or 256 rows, and new rows with any rotary embedding. Tiles depend on
-lengths, heads and numbers of sequences, which are tried on grids. Finer grids find no other tiles.
+lengths are given, contiguous or in pages of 16, 64 or 256 rows, and new rows with any rotary embedding; and, on Hopper,
+latent attention with such a cache, full or causal, by 8 to 128 query heads. Tiles depend on lengths, heads and numbers
+of sequences, which are tried on grids. Finer grids find no other tiles.
 """
 
 import importlib
@@ -19,7 +20,7 @@ from cute_attn.compiler import registry
 from cute_attn.compiler.compiled import Request
 from cute_attn.host.backward import kernels_of
 from cute_attn.kernels.backward_sm80.heuristics import in_passes
-from cute_attn.tiles import MEASURED, first_that_fits
+from cute_attn.tiles import MEASURED, BackwardSm80Tile, first_that_fits
 from cute_attn.tiles.inference import MAX_PARTIALS, CacheCall, CombineStreamKTile, CombineTile
 from cute_attn.traits import ROTARY, Traits
 
@@ -28,9 +29,14 @@ HEAD_DIMS = (64, 96, 128, 256)
 MASKS = ("", "causal", "window")
 GROUPS = (1, 4, 8)
 PAGE_SIZES = (16, 64, 256)
+LATENT = (576, 512)
+"""Head dims of latent attention's keys and values."""
+LATENT_GROUPS = (8, 16, 32, 64, 128)
 PROCESSORS = {"sm80": 108, "sm90": 132}
 """Multiprocessors of an A100, and of an H100 SXM or an H200: kernels that merge stream-K's results depend on them."""
 
+Features = dict[str, Any]
+_CACHES: tuple[Features, ...] = ({"seqused_k": True}, {"seqused_k": True, "paged": True})
 _QUERIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 8192)
 _KEYS = (64, 80, 96, 128, 257, 288, 384, 512, 1024, 2048, 16384)
 _PAIRS = (1, 16, 64, 128, 264, 512, 1024)
@@ -46,11 +52,17 @@ def kernels(target: str) -> list[Request]:
     for head_dim, mask, varlen in itertools.product(HEAD_DIMS, MASKS, (False, True)):
         found |= dict.fromkeys(_forward_and_backward(head_dim, mask, varlen, target))
         found |= dict.fromkeys(_cached(head_dim, mask, varlen, target))
+    arch = registry.generations(target)[0]
+    latent = arch == "sm90"  # the Ampere kernel loads keys and values, wherever these are
+    for mask, varlen in itertools.product(("", "causal"), (False, True) if latent else ()):
+        plain = Traits("kvcache", arch, "bf16", *LATENT, mask=mask, varlen=varlen, latent=True)
+        found |= dict.fromkeys(_of_cache(plain, _CACHES, LATENT_GROUPS, target))
     for head_dim in HEAD_DIMS:
-        merging = Traits("combine", registry.generations(target)[0], "bf16", head_dim)
-        tiles = (CombineTile.of(splits, eager=True) for splits in range(2, MAX_PARTIALS + 1))
-        found |= dict.fromkeys((merging, tile) for tile in tiles)
         found |= dict.fromkeys(_appending(head_dim, target))
+    for head_dim in (*HEAD_DIMS, *LATENT[1:]) if latent else HEAD_DIMS:
+        merging = Traits("combine", arch, "bf16", head_dim)
+        tiles = (CombineTile.of(splits, eager=True) for splits in range(2, MAX_PARTIALS + 1))
+        found |= dict.fromkeys((merging, tile.for_head_dim(head_dim)) for tile in tiles)
     return [(replace(traits, dtype=dtype), tile, target) for dtype in DTYPES for traits, tile in found]
 
 
@@ -89,7 +101,7 @@ def rows(target: str) -> Iterator[tuple[Traits, Any, str]]:
             name, on = _evidence(row, path.parent.name)
             traits = Traits.parse(name) if on == target else None
             if traits is not None and not traits.epilogues:
-                tiles = in_passes(row.tile, traits) if hasattr(row.tile, "dq_passes") else [row.tile]
+                tiles = in_passes(row.tile, traits) if isinstance(row.tile, BackwardSm80Tile) else [row.tile]
                 tile = first_that_fits(tiles, traits, target)
                 if tile.reject(traits, target) is None:  # not every head dim of a row's range fits
                     yield traits, tile, target
@@ -131,17 +143,23 @@ def _forward_and_backward(
 def _cached(head_dim: int, mask: str, varlen: bool, target: str) -> Iterator[tuple[Traits, Any]]:
     """Yield kernels for a cache; on Hopper also for calls without one whose few queries leave multiprocessors idle."""
     arch = registry.generations(target)[0]
-    features: list[dict[str, Any]] = [{"seqused_k": True}, {"seqused_k": True, "paged": True}]
-    if arch == "sm90":
-        features.append({"varlen_k": True} if varlen else {})
+    without: Features = {"varlen_k": True} if varlen else {}
+    plain = Traits("kvcache", arch, "bf16", head_dim, mask=mask, varlen=varlen)
+    yield from _of_cache(plain, (*_CACHES, without) if arch == "sm90" else _CACHES, GROUPS, target)
+
+
+def _of_cache(
+    plain: Traits, features: Iterable[Features], groups: Iterable[int], target: str
+) -> Iterator[tuple[Traits, Any]]:
+    """Yield the kernels of ``plain`` with each of the ``features``, for each way to split keys."""
     for extra in features:
         sizes = PAGE_SIZES if "paged" in extra else (0,)
         calls = [
             CacheCall(n, 1 << 16, group, size, planes=planes)
-            for n, group, size, planes in itertools.product(_QUERIES, GROUPS, sizes, _PLANES)
+            for n, group, size, planes in itertools.product(_QUERIES, groups, sizes, _PLANES)
         ]
         for split in ("", "fixed", "stream_k"):
-            traits = Traits("kvcache", arch, "bf16", head_dim, mask=mask, varlen=varlen, split=split, **extra)
+            traits = replace(plain, split=split, **extra)
             kernel = registry.lookup(traits, None, target)
             tiles: dict[Any, set[int]] = {}
             for call in calls:

@@ -27,8 +27,8 @@ _MOST = 0.5
 def findings(*verdicts: Verdict) -> list[str]:
     """A few sentences that compare verdicts; none if no tile fits and has a steady step.
 
-    For tiles of one kernel: which is the best, and what bounds it. For two kernels: which is better, if both compute
-    the same, then what bounds each.
+    For tiles of one kernel: which is the best, and what bounds it. For several kernels: which is the best, if all
+    compute the same, then what bounds each.
     """
     for one in verdicts:
         check_verdict("verdicts have", one)
@@ -39,8 +39,11 @@ def findings(*verdicts: Verdict) -> list[str]:
     if len(known) > 1 and len({_computes(one) for one in known}) == 1:
         sentence, best = _comparison(known)
         compared.append(sentence)
-    if len(known) == 2 and len({one.name for one in known}) == 2:
-        return [*compared, *(said for one in known for said in _on(one, f"The steady step of {_label(one)}"))]
+    if len({one.name for one in known}) > 1:
+        return [
+            *compared,
+            *(said for one in known for said in _on(one, f"The steady step of {_label(one, known)}")),
+        ]
     return [*compared, *_on(best, "Its steady step" if compared else "The steady step")]
 
 
@@ -123,7 +126,7 @@ def _slower(gap: float) -> str:
 def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:
     """What tells a verdict from the others: its kernel, else its revision, else fields of its tile."""
     if len({other.name for other in verdicts}) > 1:
-        return _label(one)
+        return _label(one, verdicts)
     if any(other.revision for other in verdicts):
         return f"the one at {one.revision}" if one.revision else "today's"
     common = set.intersection(*(set(other.tile.split(",")) for other in verdicts))
@@ -131,8 +134,10 @@ def _short(one: Verdict, verdicts: Sequence[Verdict]) -> str:
     return ",".join(own) or one.brief()
 
 
-def _label(one: Verdict) -> str:
-    return one.name + (f" at {one.revision}" if one.revision else "")
+def _label(one: Verdict, verdicts: Sequence[Verdict]) -> str:
+    """The kernel's name, with its tile if several of the verdicts are on that kernel, and its revision."""
+    several = sum(other.name == one.name for other in verdicts) > 1
+    return one.name + f" with {one.brief()}" * several + (f" at {one.revision}" if one.revision else "")
 
 
 def _on(one: Verdict, subject: str) -> list[str]:

@@ -85,8 +85,9 @@ class EpilogueCheck:
         return html.table(f"epilogue {self.name!r} against its reference", heads, columns)
 
     def __str__(self) -> str:
+        width = max(len(one.what) for one in self.comparisons)
         lines = [
-            f"{one.what:40} largest difference {one.error:.1e}, allowed {one.allowed:.1e}  {one.verdict}"
+            f"{one.what:{width}}  largest difference {one.error:.1e}, allowed {one.allowed:.1e}  {one.verdict}"
             for one in self.comparisons
         ]
         if not self.differentiable:

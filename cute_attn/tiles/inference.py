@@ -127,7 +127,7 @@ class CombineStreamKTile(CombineTile):
     """Tile of the combine kernel after a kernel with stream-K.
 
     Attributes:
-        tile_m, tile_n, pack_heads: fields of that kernel's tile.
+        tile_m, tile_n, pack_heads: the fields of these names in the tile of the kernel with stream-K.
         by_range: each CTA belongs to a stream-K range and merges the work tile that starts but does not end in it.
             Otherwise it belongs to a work tile. With many work tiles, most are not divided and need no CTA.
         kernel_ctas: maximum number of that kernel's CTAs; each leaves one partial result per row. A lower maximum needs

@@ -256,7 +256,7 @@ def test_a_bundle_is_replaced_and_nothing_else_is(copy):
     assert not stale.exists() and list(open_bundle(str(copy)).kernels) == [key()]
 
 
-@pytest.mark.parametrize("name", ["made.whl", ".", "/proc/none"])
+@pytest.mark.parametrize("name", ["made.whl", "made.zip", ".", "/proc/none"])
 def test_wrong_outputs(tmp_path, name):
     """Refused before kernels are built."""
     (tmp_path / "something").touch()

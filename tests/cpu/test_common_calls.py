@@ -1,6 +1,7 @@
 """Bundles of every kernel: random calls of the common kinds, as far as a card would launch their kernels."""
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -54,6 +55,29 @@ class Draw(random.Random):
             outer = (out, lse) if self.random() < 0.5 else (out,)
             torch.autograd.grad(outer, (q, k, v), [torch.empty_like(x) for x in outer])
 
+    def latent(self) -> None:
+        self.common()
+        self.dim, self.group, self.kv_heads = (
+            common_calls.LATENT[0],
+            self.choice(common_calls.LATENT_GROUPS),
+            1,
+        )
+        self.mask = {"causal": self.random() < 0.5}
+        queries, rows, page = (
+            self.choice((1, 1, 2, 5, self.length(9))),
+            64 * self.length(10),
+            self.choice((0, 16, 64)),
+        )
+        packed, pages = self.random() < 0.4, rows // page if page else 0
+        k_cache = self.rows(*((self.batch * pages, page) if page else (self.batch, rows)), 1)
+        q = self.rows(*((self.batch * queries,) if packed else (self.batch, queries)), self.group)
+        starts = {"cu_seqlens_q": self.starts(queries), "max_seqlen_q": queries} if packed else {}
+        table = torch.zeros(self.batch, pages, dtype=torch.int32) if page else None
+        given = {"page_table": table, "cache_seqlens": torch.ones(self.batch, dtype=torch.int32)}
+        attention_with_kvcache(
+            q, k_cache, k_cache[..., : common_calls.LATENT[1]], **starts, **given, **self.mask
+        )
+
     def cache(self, *, append: bool = False) -> None:
         self.common()
         queries = self.choice((1, 1, 2, 5, self.length(11)))
@@ -88,12 +112,14 @@ KINDS = {
     "backward": functools.partial(Draw.attention, grad=True),
     "cache": Draw.cache,
     "append": functools.partial(Draw.cache, append=True),
+    "latent": Draw.latent,
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", PROCESSORS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "target"), [*itertools.product(list(KINDS)[:4], PROCESSORS), ("latent", "sm90")]
+)
 def test_a_bundle_of_all_has_every_kernel_that_random_calls_launch(kind, target, monkeypatch):
     launched = set()
 
@@ -109,6 +135,15 @@ def test_a_bundle_of_all_has_every_kernel_that_random_calls_launch(kind, target,
     lacking = sorted(launched.difference(kernels(target)), key=str)
     missing = [f"{traits} with {tile}" for traits, tile, _ in lacking]
     assert not missing, f"{len(missing)} of {len(launched)}"
+
+
+@pytest.mark.parametrize("target", PROCESSORS)
+def test_rows_of_the_tables_are_kernels_that_fit(target):
+    found = list(common_calls.rows(target))
+    assert {traits.op for traits, _, _ in found} >= {"forward", "backward", "jvp"}
+    assert all(
+        registry.lookup(traits, tile, on).tile.reject(traits, on) is None for traits, tile, on in found
+    )
 
 
 def test_a_bundle_of_all_has_each_kernel_once_and_they_fit(monkeypatch):

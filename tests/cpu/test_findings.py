@@ -46,6 +46,21 @@ def test_a_revision_is_named_and_no_race_is_proposed(tensor, said):
     assert findings(old, made(tensor=tensor))[0] == said
 
 
+def test_what_bounds_each_of_several_kernels_is_said():
+    first = made()
+    same, other = (
+        replace(first, name=f"forward-sm80{rest}") for rest in (":own-bf16-d64", "-bf16-d64-causal")
+    )
+    two = replace(first, tile=first.tile.replace("tile_n=96", "tile_n=64"))
+    best, *rest = findings(first, two, same)
+    assert best.startswith(
+        f"By its code {NAME} with {first.brief()} is the best: {NAME} with {two.brief()} is 4"
+    )
+    subjects = [said.partition(" is bound")[0].removeprefix("The steady step of ") for said in rest]
+    assert subjects == [f"{NAME} with {first.brief()}", f"{NAME} with {two.brief()}", same.name]
+    assert len(findings(first, same, other)) == 3  # kernels that compute different things have no order
+
+
 @pytest.mark.parametrize(
     ("tensor", "rest"),
     [(2000.0, "takes 44% less time."), (1000.0, "takes as long."), (900.0, "takes 8% more time.")],

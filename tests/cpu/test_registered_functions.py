@@ -69,15 +69,15 @@ def apply(name, *given):
 OTHERS = """
 apply("relative_by_function") -> TypeError: is given 0 arguments; accepted: table, strength
 apply("relative_by_function", 0.5, 0.5)
-    -> TypeError: argument table ... is a float; accepted: a tensor of float32 with 2 dimensions
+    -> TypeError: argument table ... is a float; accepted: a 2-d tensor of float32
 apply("relative_by_function", torch.zeros(4), 0.5)
-    -> TypeError: is a tensor of float32 with 1 dimensions; accepted: ... with 2 dimensions
+    -> TypeError: is a 1-d tensor of float32; accepted: a 2-d
 apply("relative_by_function", torch.zeros(4, 9).half(), 0.5)
-    -> TypeError: is a tensor of float16 with 2 dimensions; accepted: ... float32
+    -> TypeError: is a 2-d tensor of float16; accepted: ... float32
 apply("relative_by_function", torch.zeros(9, 4).T, 0.5)
-    -> TypeError: with 2 dimensions, its last stride not 1; accepted
+    -> TypeError: of float32, its last stride not 1; accepted
 apply("relative_by_function", torch.zeros(4, 9), torch.zeros(()))
-    -> TypeError: argument strength ... 0 dimensions; accepted: a float
+    -> TypeError: argument strength ... 0-d tensor of float32; accepted: a float
 apply("blocks_of_keys", 2**30, LOOSE) -> ValueError: is 1073741824; accepted: ints from -536870912 to 536870912
 apply("blocks_of_keys", 3.0, LOOSE) -> TypeError: argument size ... is a float; accepted: an int
 apply("blocks_of_keys", 3, torch.ones(0)) -> ValueError: argument weights ... has shape (0,); accepted: elements
@@ -160,7 +160,7 @@ def test_arguments_are_checked_before_a_kernel_is_built():
     )
     check(given)
     check(with_targets(given, (True,))[0])
-    with pytest.raises(TypeError, match=r"argument table .* is a tensor of float16"):
+    with pytest.raises(TypeError, match=r"argument table .* is a 2-d tensor of float16"):
         check(given._replace(epilogue_tensors=(table.half(),)))
 
 

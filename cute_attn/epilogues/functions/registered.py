@@ -122,7 +122,7 @@ def _described(one: Captured, dimensions: int, unit_stride: bool) -> str:
     if not one.rank:
         return f"an {one.dtype}" if one.dtype == "int" else f"a {one.dtype}"
     last = "" if unit_stride else ", its last stride not 1"
-    return f"a tensor of {one.dtype} with {dimensions} dimensions{last}"
+    return f"a {dimensions}-d tensor of {one.dtype}{last}"
 
 
 def score_mod(name: str, *, example: Example | None = None) -> Callable[[Function], Function]:
