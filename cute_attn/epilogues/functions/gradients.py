@@ -74,9 +74,9 @@ class Bins:
         bits = x.bitcast(Int32)
         exponent = (bits >> 23) & 255
         number = cutlass.select_(exponent == 0, Int32(0), (bits & 0x7FFFFF) | 0x800000)
+        number = cutlass.select_(bits < -0x800000, -number, number)  # what is not finite counts as positive
         place = exponent + 1  # so that the last bin has 255 alone
         number = Int64(number) << Int64(place & ((Int32(1) << self.log2_width) - 1))
-        number = cutlass.select_(bits < -0x800000, -number, number)  # what is not finite counts as positive
         add_integer(first + Int64(place >> self.log2_width) * self.step, number)
 
 
