@@ -153,15 +153,20 @@ def function_of(row: Row) -> Callable[..., Any]:
 Forward = Callable[[], Any]
 
 
-def cute(row: Row) -> Forward:
+def cute(row: Row, **options: Any) -> Forward:
     """The package, with the mask as a BlockMask or with the function."""
     from cute_attn import attention
 
     q, k, v = (row.inputs[name] for name in "qkv")
     if row.mask is not None:
-        return lambda: attention(q, k, v, block_mask=row.mask)
+        return lambda: attention(q, k, v, block_mask=row.mask, **options)
     function = function_of(row)
-    return lambda: attention(q, k, v, causal=True, score_mod=function)
+    return lambda: attention(q, k, v, causal=True, score_mod=function, **options)
+
+
+def deterministic(row: Row) -> Forward:
+    """The package, with gradients that repeat bit for bit."""
+    return cute(row, deterministic=True)
 
 
 def built_in(row: Row) -> Forward:
@@ -220,7 +225,7 @@ def flex(row: Row) -> Forward:
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Row], Forward]] = {
-    one.__name__: one for one in (cute, built_in, fa4, flex)
+    one.__name__: one for one in (cute, deterministic, built_in, fa4, flex)
 }
 
 
@@ -302,7 +307,7 @@ def needed(chosen: Sequence[Row]) -> dict[str, tuple[Any, str]]:
     with run.machine_of_tests().launches() as (_, found):
         for row in chosen:
             prepared(row, "cpu")
-            for implementation in (cute, built_in):
+            for implementation in (cute, deterministic, built_in):
                 implementation(row)().backward(row.inputs["grad"])
             row.inputs.clear()
     return found

@@ -158,7 +158,8 @@ def attention(
         Make gradients repeat bit for bit (the output always does). Also enabled by
         ``torch.use_deterministic_algorithms(True)``. The backward's fp32 workspace, otherwise the size of q, is then up
         to 16 times that size; on Hopper at most 4 times, or the size of k and v. The gradient of a broadcast bias needs
-        4 more bytes per score. See :mod:`cute_attn.host.backward`.
+        4 more bytes per score, that of a tensor that a function captures mostly 264 per element, up to 4 GiB. See
+        :mod:`cute_attn.host.backward`.
     same_bits : bool
         On Hopper, make a row's output, LSE and gradients depend only on its own sequence, bit for bit. Other sequences
         of the call have no effect, nor does passing sequences batched, packed, in a cache or with only some of their

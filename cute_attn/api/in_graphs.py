@@ -131,7 +131,9 @@ class _StandIn:
     def __init__(self, name: str) -> None:
         self.name = TRACED + name
 
-    def with_gradients(self, arguments: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    def with_gradients(
+        self, arguments: tuple[int, ...], exact: tuple[int, ...]
+    ) -> tuple[str, tuple[int, ...]]:
         """The same name, without gradients."""
         return self.name, ()
 

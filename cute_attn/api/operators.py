@@ -25,7 +25,7 @@ from cute_attn.host.call import ATTENTION, LIBRARY, NUM_TENSORS, Call, define, p
 from cute_attn.host.checks import check, check_gradients, check_out
 from cute_attn.host.choose import user_classes
 from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, transforms_are_active
-from cute_attn.host.epilogue_gradients import check_wanted, gradient_of, with_targets
+from cute_attn.host.epilogue_gradients import bins_of, gradient_of, with_targets
 from cute_attn.host.forward import Outputs
 from cute_attn.host.forward import forward as launch
 from cute_attn.host.memory import Tensors, all_plain, none_overrides, on_device, write_owned
@@ -372,7 +372,7 @@ def requires_grad(call: Call) -> bool:
     if call.alibi_slopes is not None and call.alibi_slopes.requires_grad:
         raise NotImplementedError(NO_GRADIENT)
     if any(own):
-        check_wanted(call, own)
+        bins_of(call, own)  # which checks them
     named = (getattr(call, name) for name in DIFFERENTIABLE)
     return any(own) or any(x is not None and x.requires_grad for x in named)
 

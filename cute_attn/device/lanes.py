@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, Pointer
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Pointer
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import nvvm
 
@@ -88,8 +88,17 @@ def exchange_pairs(word: Int32) -> Int32:
 
 def add_to(pointer: Pointer, x: Float32) -> None:
     """Add x to an fp32 in global memory, atomically on the device."""
+    _add(pointer, x, "f32")
+
+
+def add_integer(pointer: Pointer, x: Int64) -> None:
+    """Add x to an int64 in global memory, atomically on the device."""
+    _add(pointer, x, "u64")  # the same bits as for signed integers
+
+
+def _add(pointer: Pointer, x: Float32 | Int64, dtype: Any) -> None:
     if on_device():
-        cute.arch.red(pointer, x, op="add", dtype="f32", sem="relaxed", scope="gpu")
+        cute.arch.red(pointer, x, op="add", dtype=dtype, sem="relaxed", scope="gpu")
     else:
         cell = cute.make_tensor(pointer, cute.make_layout(1))
         cell[0] = cell[0] + x

@@ -14,7 +14,7 @@ tile.rows[r]`` is out of bounds from ``context.seqlen_q`` on and key ``tile.col0
 bounds are masked or not stored. ``add_gradients`` must skip them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
@@ -125,13 +125,24 @@ class Epilogue:
         return cls.backward is not Epilogue.backward
 
     @classmethod
-    def with_gradients(cls, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    def with_gradients(
+        cls, wanted: tuple[int, ...], exact: tuple[int, ...] = ()
+    ) -> tuple[str, tuple[int, ...]] | None:
         """The name of an epilogue for backward kernels that also computes gradients of a call's arguments.
 
         Also returns those of the ``wanted`` argument numbers whose gradient is not always 0. The epilogue has the same
-        arguments, then for each of these numbers fp32 zeros ``(copies, *shape)`` to add to. None if unsupported.
+        arguments, then for each of these numbers zeros to add to: fp32 ``(copies, *shape)``, for ``exact`` ones int64
+        ``(copies, bins, *shape)``; see :mod:`cute_attn.epilogues.functions.gradients`. None if unsupported.
         """
         return None
+
+    @classmethod
+    def readers(cls, number: int, shape: Sequence[int], sizes: Mapping[str, int], rows: int) -> int:
+        """The most scores of a call that add to one element of the gradient of argument ``number``, of this shape.
+
+        sizes: of a call, by input name; rows: queries of all sequences. Needed with :meth:`with_gradients`.
+        """
+        raise NotImplementedError
 
     @staticmethod
     def reference(scores: Any, coords: Any, inputs: ScoreInputs) -> Any:

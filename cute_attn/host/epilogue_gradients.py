@@ -1,5 +1,10 @@
-"""Gradients of tensors passed to users' epilogues, if the epilogues are traced functions."""
+"""Gradients of tensors passed to users' epilogues, if the epilogues are traced functions.
 
+Scores are added to fp32 in any order. If gradients must repeat bit for bit, and more than two scores may load an
+element, they are added to bins of integers (:mod:`cute_attn.epilogues.functions.gradients`).
+"""
+
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +22,10 @@ MAX_ELEMENTS = 2**31 - 1
 COPIES, COPIED_BYTES = 128, 1 << 20
 """Maximum copies of a gradient, to which CTAs add in turn, and maximum bytes of all copies. CTAs that add to one small
 tensor would wait for each other."""
+BINNED_BYTES, MAX_BINNED_BYTES = 1 << 24, 1 << 32
+"""Maximum bytes of all copies of a gradient in bins, and of a single one."""
+MAX_READERS = 1 << 39
+"""Maximum scores that add to an element in bins: the least number of exponents of a bin is one."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +45,20 @@ class _Given:
         numbers = [i for i, letter in enumerate(self.letters) if letter == "t"]
         return tuple(i for i, own in zip(numbers, wanted[self.tensors], strict=True) if own)
 
-    def with_gradients(self, wanted: Sequence[bool]) -> tuple[str, tuple[int, ...]] | None:
-        """Name of the epilogue in a backward, and positions of the arguments to differentiate; None if it cannot."""
+    def number(self, argument: int) -> int:
+        """The index among the call's epilogue tensors of the tensor at a position of the arguments."""
+        return self.first + self.letters.count("t", 0, argument)
+
+    def with_gradients(
+        self, wanted: Sequence[bool], bins: Sequence[int] = ()
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """Name of the epilogue in a backward, and positions of the arguments to differentiate; None if it cannot.
+
+        bins: of each of the call's epilogue tensors, 0 for sums in fp32; () for none in bins.
+        """
         arguments = self.arguments(wanted)
-        return user_epilogue(self.name).with_gradients(arguments) if arguments else (self.name, ())
+        exact = tuple(i for i in arguments if bins and bins[self.number(i)])
+        return user_epilogue(self.name).with_gradients(arguments, exact) if arguments else (self.name, ())
 
 
 def _given(epilogues: Sequence[str]) -> Iterator[_Given]:
@@ -50,57 +69,89 @@ def _given(epilogues: Sequence[str]) -> Iterator[_Given]:
         first += letters.count("t")
 
 
-def check_wanted(call: Call, wanted: Sequence[bool]) -> None:
-    """Raise if kernels do not compute the wanted gradients of the epilogues' tensors.
+def bins_of(call: Call, wanted: Sequence[bool]) -> list[int]:
+    """Bins of an element of each of the call's wanted gradients; 0 for sums in fp32.
 
     Raises:
-        NotImplementedError: an epilogue does not define them, or gradients must repeat bit for bit, which sums in
-            arbitrary order do not.
-        ValueError: a tensor has too many elements.
+        NotImplementedError: an epilogue does not define them.
+        ValueError: a tensor has too many elements, or too many scores may load one of them.
     """
-    found = [one.with_gradients(wanted) for one in _given(call.epilogues)]
-    if None in found:
-        raise NotImplementedError(NO_GRADIENT)
-    adds = any(one is not None and one[1] for one in found)
-    if adds and (call.deterministic or torch.are_deterministic_algorithms_enabled()):
-        raise NotImplementedError(
-            "the gradient of an epilogue's tensor is asked for with deterministic=True; accepted: False, or tensors "
-            "without one"
-        )
+    repeats, bins = call.deterministic or torch.are_deterministic_algorithms_enabled(), [0] * len(wanted)
+    for one in _given(call.epilogues):
+        found = one.with_gradients(wanted)
+        if found is None:
+            raise NotImplementedError(NO_GRADIENT)
+        for argument in found[1]:
+            x = call.epilogue_tensors[one.number(argument)]
+            if repeats:
+                bins[one.number(argument)] = _bins(call, one.name, argument, x)
     for x, own in zip(call.epilogue_tensors, wanted, strict=True):
         if own and x.numel() > MAX_ELEMENTS:
             raise ValueError(
                 f"an epilogue's tensor of shape {tuple(x.shape)} requires a gradient; accepted: at most {MAX_ELEMENTS} "
                 "elements"
             )
+    return bins
 
 
-def _zeros_like(x: Tensor) -> Tensor:
-    """Copies of a gradient, zeroed: fp32 (copies, *x.shape), or (copies, 1) if ``x`` has no dimensions."""
-    copies = max(1, min(COPIES, COPIED_BYTES // max(4 * x.numel(), 1)))
+def _bins(call: Call, name: str, argument: int, x: Tensor) -> int:
+    """Bins for gradients that repeat; 0 if at most two scores load an element, since a sum of two has no order."""
+    if call.q.dim() < 3:  # the checks report it
+        return 0
+    names, longest = ("batch", "head", "query", "key"), (call.max_seqlen_q, call.max_seqlen_k)
+    sizes = dict(zip(names, (call.batch, call.nheads, *longest), strict=True))
+    if any(isinstance(n, torch.SymInt) for n in (*sizes.values(), *x.shape)):
+        return 0  # no call, but a graph of calls
+    rows = call.q.shape[0] if call.varlen else call.batch * call.max_seqlen_q
+    readers = user_epilogue(name).readers(argument, tuple(x.shape), sizes, rows)
+    if readers <= 2:
+        return 0
+    what = f"an epilogue's tensor of shape {tuple(x.shape)} requires a gradient with deterministic=True"
+    if readers > MAX_READERS:
+        raise ValueError(f"{what}, and up to {readers} scores load an element; accepted: {MAX_READERS}")
+    room = 40 - (readers - 1).bit_length()  # exponents of fp32 for which a bin has room, at most 32 of them
+    bins = 1 + (256 >> min(room.bit_length() - 1, 5))
+    if 8 * bins * x.numel() > MAX_BINNED_BYTES:
+        raise ValueError(
+            f"{what}; accepted: at most {MAX_BINNED_BYTES // (8 * bins)} elements, for a workspace of 4 GiB, or False"
+        )
+    return bins
+
+
+def _zeros_like(x: Tensor, bins: int) -> Tensor:
+    """Copies of a gradient, zeroed: fp32 (copies, *x.shape), with bins int64 (copies, bins, *x.shape).
+
+    The shape is (1,) if ``x`` has no dimensions.
+    """
+    shape, dtype, most = x.shape or (1,), torch.float32, COPIED_BYTES
+    if bins:
+        shape, dtype, most = (bins, *shape), torch.int64, BINNED_BYTES
+    copies = max(1, min(COPIES, most // max(dtype.itemsize * math.prod(shape), 1)))
     with on_device(x.get_device()):
-        made = record.contiguous(x, (copies, *(x.shape or (1,))), torch.float32)
+        made = record.contiguous(x, (copies, *shape), dtype)
         record.step(Tensor.zero_, made)
     return made
 
 
 def gradient_of(x: Tensor, copies: Tensor) -> Tensor:
     """The gradient of ``x``: the sum of its copies, in x's dtype."""
+    add_up = record.sum_of_bins if copies.dtype == torch.int64 else record.sum_of_copies
     with on_device(x.get_device()):
         made = record.contiguous(x, tuple(x.shape))
-        record.step(record.sum_of_copies, made, copies)
+        record.step(add_up, made, copies)
     return made
 
 
 def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
-    """The call with added tensors, fp32 (copies, *shape), into which its backward adds gradients; and these tensors."""
-    check_wanted(call, wanted)
-    targets = [_zeros_like(x) if own else None for x, own in zip(call.epilogue_tensors, wanted, strict=True)]
+    """The call with added tensors, to which its backward adds gradients, and these tensors; see :func:`_zeros_like`."""
+    bins = bins_of(call, wanted)
+    given = zip(call.epilogue_tensors, wanted, bins, strict=True)
+    targets = [_zeros_like(x, own) if needed else None for x, needed, own in given]
     names: list[str] = []
     tensors: list[Tensor] = []
     for one in _given(call.epilogues):
-        name, arguments = one.with_gradients(wanted)  # type: ignore[misc]
-        added = [targets[one.first + one.letters.count("t", 0, number)] for number in arguments]
+        name, arguments = one.with_gradients(wanted, bins)  # type: ignore[misc]
+        added = [targets[one.number(argument)] for argument in arguments]
         letters = one.letters + "t" * len(added)
         names.append(f"{name}:{letters}" if letters else name)
         tensors += [*call.epilogue_tensors[one.tensors], *added]  # type: ignore[list-item]

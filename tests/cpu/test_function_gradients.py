@@ -1,7 +1,9 @@
 """Gradients of tensors that functions capture: on score tiles, in calls of a backward, and refused cases."""
 
+import math
 from dataclasses import replace
 
+import cutlass
 import pytest
 import torch
 from cutlass import Int32, cute
@@ -10,15 +12,25 @@ from torch.nn.attention.flex_attention import create_block_mask
 from cute_attn import attention, reference, score_mod
 from cute_attn.api import operators
 from cute_attn.epilogues.chain import EpilogueChain
-from cute_attn.epilogues.functions.gradients import one_copy
+from cute_attn.epilogues.functions.gradients import Bins, first_of, of_this_cta, one_copy
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.block_masks import epilogue_of_block_mask
 from cute_attn.host.call import ATTENTION, NUM_TENSORS
-from cute_attn.host.epilogue_gradients import COPIED_BYTES, COPIES, MAX_ELEMENTS, check_wanted, with_targets
+from cute_attn.host.epilogue_gradients import (
+    BINNED_BYTES,
+    COPIED_BYTES,
+    COPIES,
+    MAX_BINNED_BYTES,
+    MAX_ELEMENTS,
+    bins_of,
+    gradient_of,
+    with_targets,
+)
 from cute_attn.reference.check_epilogue import BACKWARD, Scores
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY
 from tests.cpu.test_ops import call
+from tests.tensors import run
 
 
 def randn(*shape):
@@ -34,25 +46,27 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.parametrize("bins", [0, 9, 33])
 @pytest.mark.parametrize("tiling", BACKWARD)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_score_tiles_add_up_to_the_gradient(function, tiling):
+def test_score_tiles_add_up_to_the_gradient(function, tiling, bins):
     name, tensors = epilogue_of(function, None)
-    own, numbers = user_epilogue(name).with_gradients(tuple(range(len(tensors))))
-    assert numbers == tuple(range(len(tensors)))
+    every = tuple(range(len(tensors)))
+    own, numbers = user_epilogue(name).with_gradients(every, every if bins else ())
+    assert numbers == every
     problem = Scores.random(2, 3, 70, 90, extra={name: tensors})
     traits = TINY[tiling].of(name, op="backward").traits
     grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
     leaves = tuple(x.double().requires_grad_() for x in tensors)
     expected = _with(problem, name, leaves).expected_gradients(traits, grad_out)
-    targets = tuple(map(one_copy, tensors))
+    targets = tuple(one_copy(x, bins) for x in tensors)
     got = _with(problem, own, (*tensors, *targets)).differentiate(
         TINY[tiling].of(own, op="backward"), grad_out, expected.lse, -expected.dpsum
     )
     torch.testing.assert_close(got.scores, expected.scores.float(), atol=1e-4, rtol=1e-4)
     for found, leaf in zip(targets, leaves, strict=True):
         largest = float(leaf.grad.abs().max())
-        torch.testing.assert_close(found.view(leaf.shape).double(), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
+        torch.testing.assert_close(gradient_of(leaf, found), leaf.grad, atol=2e-5 * largest, rtol=1e-4)
 
 
 def _with(problem, name, given):
@@ -78,7 +92,7 @@ def test_one_of_several_ctas_with_the_same_scores_adds(monkeypatch):
         return CAP * torch.tanh(s * SLOPES[h] / CAP) * 1.5
 
     monkeypatch.setattr(EpilogueChain, "backward", backward)
-    test_score_tiles_add_up_to_the_gradient(function, BACKWARD[0])
+    test_score_tiles_add_up_to_the_gradient(function, BACKWARD[0], bins=0)
     assert traced
 
 
@@ -192,20 +206,124 @@ def test_in_a_compiled_program():
     torch.testing.assert_close(found, expected)
 
 
-def test_what_is_refused(monkeypatch):
+def test_what_is_refused():
     wanted = (True, True, False)
-    with pytest.raises(NotImplementedError, match="asked for with deterministic=True; accepted: False"):
-        check_wanted(_called(SLOPES, deterministic=True), wanted)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with pytest.raises(NotImplementedError, match="asked for with deterministic=True; accepted: False"):
-        with_targets(_called(SLOPES), wanted)
-    monkeypatch.undo()
     with pytest.raises(
         ValueError, match=f"of shape .2147483648,. .* accepted: at most {MAX_ELEMENTS} elements"
     ):
-        check_wanted(_called(torch.zeros(1).expand(2**31)), wanted)
-    check_wanted(_called(torch.zeros(1).expand(2**31)), (True, False, False))
+        bins_of(_called(torch.zeros(1).expand(2**31)), wanted)
+    bins_of(_called(torch.zeros(1).expand(2**31)), (True, False, False))
+    most = MAX_BINNED_BYTES // (8 * 9)
+    shift = torch.zeros(1).expand(most + 1)
+    with pytest.raises(
+        ValueError, match=f"of shape .{most + 1},. .* accepted: at most {most} elements, .* 4 GiB"
+    ):
+        bins_of(_called(shift, deterministic=True), wanted)
+    bins_of(_called(shift[1:], deterministic=True), wanted)
+    given = _called(SLOPES, deterministic=True)
+    long = {"max_seqlen_q": 2**20, "max_seqlen_k": 2**20}
+    with pytest.raises(ValueError, match=f"up to {2**40} scores load an element; accepted: {2**39}"):
+        bins_of(given._replace(**long), wanted)
     assert len(_called(SLOPES)[:NUM_TENSORS]) == NUM_TENSORS
+
+
+# ---- gradients that repeat ----
+
+SCORES = {  # functions -> how many scores of (3, 5, 70, 90) add to one element of a (5, 70, 90)
+    "each": (lambda t: lambda s, b, h, q, k: s + t[h, q, k], 3),
+    "each of a head": (lambda t: lambda s, b, h, q, k: s + t[0, q, k], 15),
+    "each twice": (lambda t: lambda s, b, h, q, k: s * t[h, q, k] + t[h, q, k] * t[h, q, 0], 3 + 3 * 90),
+    "each of the near": (lambda t: lambda s, b, h, q, k: s + t[h, q, k.clamp(max=20)], 3 * 90),
+    "beyond": (lambda t: lambda s, b, h, q, k: s + t[h, q, :60][k], 3 * 90),
+    "batches": (lambda t: lambda s, b, h, q, k: s + t[b, q, k], 5),
+    "heads": (lambda t: lambda s, b, h, q, k: s + t[h, 0, 0], 3 * 70 * 90),
+    "all": (lambda t: lambda s, b, h, q, k: s + t[0, 0, 0], 3 * 5 * 70 * 90),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_the_scores_that_add_to_an_element_are_counted(name):
+    function, count = SCORES[name]
+    table = torch.zeros(5, 70, 90)
+    known, tensors = epilogue_of(function(table), None)
+    sizes = {"batch": 3, "head": 5, "query": 70, "key": 90}
+    assert user_epilogue(known).readers(0, tuple(tensors[0].shape), sizes, 210) == count
+    packed = user_epilogue(known).readers(0, tuple(tensors[0].shape), sizes, 100)
+    assert packed == {"heads": 100 * 90, "all": 5 * 100 * 90}.get(name, count)
+
+
+@pytest.mark.parametrize("by", ["call", "torch"])
+def test_a_repeating_backward_gets_bins_to_add_to(by, monkeypatch):
+    if by == "torch":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    given = _called(randn(3).half(), deterministic=by == "call")
+    table, shift, _ = given.epilogue_tensors
+    for length, bins in ((16, 9), (17, 17), (4096, 17), (4097, 33), (2**16 + 1, 65)):
+        asked, targets = with_targets(
+            given._replace(max_seqlen_q=length, max_seqlen_k=length), (True, True, False)
+        )
+        copies = [min(COPIES, BINNED_BYTES // (8 * bins * x.numel())) for x in (table, shift)]
+        assert [(x.dtype, x.shape) for x in targets[:2]] == [
+            (torch.int64, (copies[0], bins, *table.shape)),
+            (torch.int64, (copies[1], bins, *shift.shape)),
+        ]
+        inputs = asked.score_inputs()
+        for item in asked.epilogues:
+            epilogue = user_epilogue(item.partition(":")[0])
+            assert epilogue.exact == epilogue.wanted != ()
+            assert len(epilogue.host_args(inputs)) == len(epilogue.fake_args())
+
+
+def test_at_most_two_scores_add_to_an_element_of_fp32():
+    table = torch.zeros(3, 8, 8)
+    name, tensors = epilogue_of(lambda s, b, h, q, k: s + table[h, q, k], None)
+    q = randn(3, 8, 3, 16)
+    given = call(q, q, q)._replace(epilogues=(f"{name}:t",), epilogue_tensors=tensors, deterministic=True)
+    assert bins_of(given, (True,)) == [9]
+    assert bins_of(given._replace(q=q[:2]), (True,)) == [0]
+
+
+@cute.jit
+def add_each(copies: cute.Tensor, x: cute.Tensor, order: cute.Tensor):
+    """Add x[i] to element i % 4 of int64 (copies, bins, 4)."""
+    copy = of_this_cta(copies)
+    bins, first = Bins.of(copy), first_of(copy)
+    for n in cutlass.range(order.shape[0]):
+        bins.add_to(first.iterator + order[n] % 4, x[order[n]])
+
+
+def added(x, bins, order):
+    copies = one_copy(torch.zeros(4), bins)
+    run(add_each, copies, x, order.int())
+    return copies
+
+
+NUMBERS = [1e-3, -1e-3, 3.4e38, -3.4e38, 2.0**-126, -(2.0**-126), 1e-40, 0.0, -0.0, 1.5, 7e-9, -1e20, 65504.0]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 16, 32])
+def test_bins_add_up_exactly_in_any_order(width):
+    random = torch.Generator().manual_seed(width)
+    x = torch.tensor(NUMBERS + [0.0] * 51)
+    x = torch.cat(
+        [x, torch.randn(192, generator=random) * 10.0 ** torch.randint(-30, 30, (192,), generator=random)]
+    )
+    bins = 256 // width + 1
+    found = [added(x, bins, order) for order in (torch.arange(256), torch.randperm(256, generator=random))]
+    assert torch.equal(*found)
+    sums = gradient_of(torch.zeros(4, dtype=torch.float64), found[0])
+    normal = x.where(x.abs() >= 2.0**-126, 0.0).double()
+    for i, own in enumerate(sums.tolist()):
+        numbers = normal[i::4].tolist()
+        assert abs(own - math.fsum(numbers)) <= 2.0**-50 * max(map(abs, numbers))
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_a_sum_of_what_is_not_finite_is_nan(number):
+    x = torch.ones(256)
+    x[[5, 9]] = torch.tensor([number, -number])
+    sums = gradient_of(torch.zeros(4), added(x, 33, torch.arange(256)))
+    assert sums.isnan().tolist() == [False, True, False, False] and sums[0] == 64
 
 
 # ---- scores that are hidden, where functions are infinite or NaN ----

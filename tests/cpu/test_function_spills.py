@@ -110,10 +110,11 @@ FUNCTIONS = {
 
 def words_of(function, op, pages):
     words = FUNCTIONS[function](pages)
-    if op != "gradients":
+    if op not in ("gradients", "repeating"):
         return words
     cls = user_epilogue(words)
-    name, numbers = cls.with_gradients(tuple(range(len(cls.captured))))
+    every = tuple(range(len(cls.captured)))
+    name, numbers = cls.with_gradients(every, every if op == "repeating" else ())
     assert numbers
     return name
 
@@ -123,12 +124,14 @@ SAMPLE = [
     ("wave", "backward", "sm80", "sm90", 128),
     ("t5", "gradients", "sm90", "sm90", 64),
     ("learned_cap", "gradients", "sm90", "sm90", 128),
+    ("t5", "repeating", "sm80", "sm80", 128),
     ("image-blocks", "forward", "sm90", "sm90", 64),
 ]
 MOST = {
     "forward": ("wrapped_distances", "t5", "wave", "document-blocks"),
     "backward": ("padding", "softcap-and-document", "wave"),
     "gradients": ("learned_cap", "t5"),
+    "repeating": ("t5", "learned_cap"),
 }
 """Functions that need most registers or instructions of the ones that share a tile, or that once spilled."""
 GENERATIONS = [*(("sm80", target) for target in AMPERE_TARGETS), ("sm90", "sm90")]

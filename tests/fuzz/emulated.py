@@ -8,6 +8,7 @@ from torch import Tensor
 from cute_attn.epilogues.functions.gradients import one_copy
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.names import user_epilogue
+from cute_attn.host.epilogue_gradients import gradient_of
 from cute_attn.reference.tilings import TINY, Scores
 from tests import checks
 from tests.fuzz import oracle
@@ -104,8 +105,10 @@ def _emulated(case: Case, functions: Functions, exact: dict[str, Tensor]) -> dic
     tiling = case.extra % 2
     found = {"scores": with_tensors.emulate(TINY[FORWARD[tiling]].of(name)).scores}
     floats = tuple(i for i, x in enumerate(tensors) if _is_float(x))
-    own, numbers = user_epilogue(name).with_gradients(floats) if floats else (name, ())
-    targets = tuple(one_copy(tensors[i]) for i in numbers)
+    bins = (0, 9, 33)[case.extra // 2 % 3]
+    binned = floats if bins else ()
+    own, numbers = user_epilogue(name).with_gradients(floats, binned) if floats else (name, ())
+    targets = tuple(one_copy(tensors[i], bins) for i in numbers)
     given = replace(problem, inputs=replace(problem.inputs, extra={own: (*tensors, *targets)}))
     lse, minus_d = exact["lse"].float(), -exact["dpsum"].float()
     found["dscores"] = given.differentiate(
@@ -114,5 +117,5 @@ def _emulated(case: Case, functions: Functions, exact: dict[str, Tensor]) -> dic
     names = {id(x): f"d{name}" for name, x in functions.values.items()}  # others are computed from these
     pairs = zip(numbers, targets, strict=True)
     return found | {
-        names[id(tensors[i])]: x.view(tensors[i].shape) for i, x in pairs if id(tensors[i]) in names
+        names[id(tensors[i])]: gradient_of(tensors[i], x).float() for i, x in pairs if id(tensors[i]) in names
     }

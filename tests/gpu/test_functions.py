@@ -3,6 +3,7 @@
 Kernels are built here, one after the other: the processes that build for other tests know no traced functions.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -234,10 +235,10 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k
 
 
-def check_captured(
-    found: Tensor, leaves: Sequence[Tensor], out: Tensor, grad: Tensor, score_mod: Any, own: Tensor, mask: Any
-) -> None:
-    """Compare the gradient of ``own``, which ``score_mod`` captures, with float64, given the kernel's ``out``.
+def exact_captured(
+    leaves: Sequence[Tensor], out: Tensor, grad: Tensor, score_mod: Any, own: Tensor, mask: Any
+) -> Tensor:
+    """The gradient of ``own``, which ``score_mod`` captures, in float64, given the kernel's ``out``.
 
     Rounding of out changes all dS of a row by one number, and their sums over many rows by percents. So the exact
     gradient is no reference for the sums, but the gradient for the rounded out is one, up to fp32's rounding.
@@ -248,7 +249,12 @@ def check_captured(
     p = scores.detach().softmax(-1).nan_to_num()
     dp = torch.einsum("bqhd,bkhd->bhqk", grad.double(), v.repeat_interleave(q.shape[2] // v.shape[2], 2))
     d = (grad.double() * out.detach().double()).sum(-1).transpose(1, 2)[..., None]
-    expected = torch.autograd.grad(scores, table, p * (dp - d))[0]
+    return torch.autograd.grad(scores, table, p * (dp - d))[0]
+
+
+def check_captured(found: Tensor, *given: Any) -> None:
+    """Compare a gradient with :func:`exact_captured`, which has the other arguments."""
+    expected = exact_captured(*given)
     torch.testing.assert_close(found.double(), expected, atol=2e-3 * float(expected.abs().max()), rtol=0)
 
 
@@ -276,6 +282,118 @@ def test_captured_tensors_have_gradients(name: str, head_dim: int, arch: str) ->
     )
     largest = float(found[-1].abs().max())
     torch.testing.assert_close(again[0], found[-1], atol=1e-4 * largest, rtol=0)
+
+
+def buckets(table: Tensor) -> Callable[..., Any]:
+    """T5's: 16 near distances, then 16 for longer and longer ones."""
+
+    def t5(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        distance = (q - k).clamp(min=0)
+        far = 16 + (torch.log(distance.clamp(min=1) / 16.0) / math.log(8) * 16).to(torch.int32)
+        return s + table[h, torch.where(distance < 16, distance, far.clamp(max=31))]
+
+    return t5
+
+
+LONG = 1037
+REPEATING: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
+    "t5": ((NHEADS, 32), buckets),
+    "amplitude": ((NHEADS,), lambda t: lambda s, b, h, q, k: s * (1 + t[h])),
+    "positions": ((NHEADS, LONG, LONG), lambda t: lambda s, b, h, q, k: s + t[h, q, k]),
+    "keys": ((3, LONG), lambda t: lambda s, b, h, q, k: s + t[b, k] * t[b, q]),
+    "number": ((), lambda t: lambda s, b, h, q, k: s * (1 + t)),
+}
+"""Functions of a tensor of this shape, which requires a gradient."""
+REPEATED = [(*kernel, name) for kernel in (("sm80", 64), ("sm90", 64)) for name in REPEATING]
+REPEATED += [(arch, 128, "t5") for arch in ("sm80", "sm90")] + [
+    ("sm90", 128, "amplitude"),
+    ("sm90", 256, "t5"),
+]
+REPEATED += [(arch, 512, "amplitude") for arch in ("sm80", "sm90")]  # several CTAs have the same scores
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "name"), [row for row in REPEATED if row[0] in ARCHS])
+def test_gradients_of_captured_tensors_repeat(name: str, head_dim: int, arch: str) -> None:
+    """Equal bits, whatever else the GPU does, and no more error than that of sums in any order."""
+    shape, function = REPEATING[name]
+    sizes = [(3, LONG, n, head_dim) for n in (NHEADS, NHEADS // 2, NHEADS // 2)]
+    leaves = [randn(*size, seed=i).requires_grad_() for i, size in enumerate(sizes)]
+    grad, own = randn(*sizes[0], seed=3), (randn(*shape, seed=4).float() / 4).requires_grad_()
+    other, square = torch.cuda.Stream(), randn(1024, 1024)
+
+    def gradients(number: int, **options: Any) -> list[Tensor]:
+        with torch.cuda.stream(other):
+            for _ in range(number % 7):
+                square @ square
+        out: Tensor = attention(*leaves, score_mod=function(own), causal=True, kernel=arch, **options)  # type: ignore[assignment]
+        return [out, *torch.autograd.grad(out, (*leaves, own), grad)]
+
+    first = gradients(0, deterministic=True)
+    for number in range(50):
+        for found, expected in zip(gradients(number, deterministic=True), first, strict=True):
+            assert torch.equal(found, expected)
+    exact = exact_captured(leaves, first[0], grad, function, own, causal)
+    ours, free = (float((x.double() - exact).abs().max()) for x in (first[-1], gradients(0)[-1]))
+    print(f"error {ours:.3g}, in any order {free:.3g}, largest {float(exact.abs().max()):.3g}")
+    assert ours <= 1.25 * free + 5e-6 * float(exact.abs().max())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradients_that_repeat_in_other_calls(arch: str) -> None:
+    """Packed sequences, block masks, a table with one score for an element, and a CUDA graph; by torch's option."""
+    leaves, grad, starts = inputs(), randn(2, SEQLEN, NHEADS, 64, seed=3), int32(0, SEQLEN, 2 * SEQLEN)
+    mask = create_block_mask(lambda b, h, q, k: q >= 0, None, None, SEQLEN, SEQLEN, device="cuda")
+    own, function = learned("relative", "cuda"), LEARNED["relative"][1]
+    table, of_table = torch.zeros(NHEADS, SEQLEN, SEQLEN, device="cuda"), REPEATING["positions"][1]
+
+    def call(function: Any, own: Tensor, packed: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+        options |= {"score_mod": function(own), "kernel": arch}
+        if packed:
+            rows = attention_varlen(
+                *(x.flatten(0, 1) for x in leaves), starts, starts, SEQLEN, SEQLEN, **options
+            )  # type: ignore[misc]
+            out: Tensor = rows.view(2, SEQLEN, NHEADS, 64)  # type: ignore[union-attr]
+        else:
+            out = attention(*leaves, **options)  # type: ignore[assignment]
+        return out.detach(), torch.autograd.grad(out, own, grad)[0]
+
+    calls = {
+        "dense": lambda: call(function, own),
+        "packed": lambda: call(function, own, packed=True),
+        "listed": lambda: call(function, own, block_mask=mask),
+        "positions": lambda: call(of_table, table.requires_grad_()),
+    }
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = {name: one() for name, one in calls.items()}
+        for name, one in calls.items():
+            for _ in range(10):
+                assert torch.equal(one()[1], first[name][1]), name
+        graph, found = captured(calls["dense"])
+        for _ in range(3):
+            graph.replay()
+            assert torch.equal(found[1], first["dense"][1])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, (out, gradient) in first.items():
+        given = (of_table, table) if name == "positions" else (function, own)
+        check_captured(gradient, leaves, out, grad, *given, None)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sums_in_bins_of_any_size(arch: str) -> None:
+    """Gradients as small and as large as fp32's numbers, and one that is not finite."""
+    leaves = [x.detach() for x in inputs()]
+    own = torch.zeros(NHEADS, 32, device="cuda", requires_grad=True)
+    out = attention(*leaves, score_mod=buckets(own), causal=True, kernel=arch, deterministic=True)
+    grad = randn(2, SEQLEN, NHEADS, 64, seed=3)
+    plain = torch.autograd.grad(out, own, grad, retain_graph=True)[0]  # type: ignore[arg-type]
+    for power in (-80, 80):  # a power of two scales every summand exactly
+        found = torch.autograd.grad(out, own, grad * 2.0**power, retain_graph=True)[0]  # type: ignore[arg-type]
+        assert torch.equal(found, plain * 2.0**power)
+    grad[1, 200, 2, 5] = torch.inf
+    found = torch.autograd.grad(out, own, grad)[0]  # type: ignore[arg-type]
+    assert found[2].isnan().any() and torch.equal(found[[0, 1, 3]], plain[[0, 1, 3]])
 
 
 @pytest.mark.parametrize("how", ["profiled", "compiled", "varlen"])

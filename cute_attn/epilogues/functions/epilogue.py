@@ -10,6 +10,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from torch import Tensor
 
+from cute_attn.device.lanes import add_to
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.chain import run_if
@@ -23,8 +24,11 @@ from cute_attn.epilogues.functions.device import (
     uniform_roots,
 )
 from cute_attn.epilogues.functions.gradients import (
+    Add,
+    Bins,
     add_elements,
     amount_of,
+    first_of,
     of_this_cta,
     offset_in,
     times_slope,
@@ -80,6 +84,7 @@ class FunctionState:
     first_key: the key that counts as key 0, if it is not the first row of K.
     lists: block lists of a mask, if any; at: the (batch, head) to read them for.
     targets: for each term, the slice of its gradient that the work tile adds to; scale: the gradients' factor.
+    bins: for each term, the bins of its gradient, or None.
     """
 
     tensors: tuple
@@ -94,14 +99,15 @@ class FunctionState:
     at: Any = ()
     targets: tuple = ()
     scale: Any = ()
+    bins: tuple = ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FunctionEpilogue(Epilogue):
     """A traced function: an object in place of an epilogue's class. It is freed when no call needs it.
 
-    A backward's epilogue may also add to the gradients of captured tensors. They are fp32 arguments after the tensors.
-    Their leading dimension counts copies; a CTA adds to one copy.
+    A backward's epilogue may also add to the gradients of captured tensors. They are arguments after the tensors, fp32
+    or, with a dimension of bins, int64. Their leading dimension counts copies; a CTA adds to one copy.
 
     Attributes:
         name: the name under which it is registered.
@@ -112,7 +118,8 @@ class FunctionEpilogue(Epilogue):
             sequences.
         heads_of_rows: True for kernels whose work tiles have several heads.
         wanted: numbers of the captured tensors whose gradients the epilogue adds to.
-        with_terms: wanted tensors -> the epilogue that also computes their gradients.
+        exact: those of them whose gradients have bins, so that the order of additions does not matter.
+        with_terms: wanted and exact tensors -> the epilogue that also computes their gradients.
     """
 
     name: str = field()  # type: ignore[misc]
@@ -123,19 +130,37 @@ class FunctionEpilogue(Epilogue):
     differentiates: bool = False
     heads_of_rows: bool = False
     wanted: tuple[int, ...] = ()
-    with_terms: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    exact: tuple[int, ...] = ()
+    with_terms: dict[tuple[tuple[int, ...], ...], Any] = field(default_factory=dict)
 
     def of(self, traits: Traits) -> "FunctionEpilogue":  # type: ignore[override]
         if traits.op == "kvcache":
             return replace(self, lowered=lower(*with_heads_of_rows(self.output)), heads_of_rows=True)
         return replace(self, differentiates=traits.differentiates)
 
-    def with_gradients(self, wanted: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:  # type: ignore[override]
+    def with_gradients(  # type: ignore[override]
+        self, wanted: tuple[int, ...], exact: tuple[int, ...] = ()
+    ) -> tuple[str, tuple[int, ...]]:
         """See :class:`Epilogue`. Tensors of a mask, and tensors that only compute indices, have no gradient."""
-        if wanted not in self.with_terms:
-            self.with_terms[wanted] = _with_gradients(self, wanted)
-        found = self.with_terms[wanted]
+        key = wanted, exact
+        if key not in self.with_terms:
+            self.with_terms[key] = _with_gradients(self, *key)
+        found = self.with_terms[key]
         return (found.name, found.wanted) if found is not None else (self.name, ())
+
+    def readers(  # type: ignore[override]
+        self, number: int, shape: Sequence[int], sizes: Mapping[str, int], rows: int
+    ) -> int:
+        """See :class:`Epilogue`. An index that is an input, and within the tensor, leads to as many elements."""
+
+        def of(load: Node) -> int:
+            indexed = {
+                x.op for x, size in zip(load.args, shape, strict=False) if sizes.get(x.op, size + 1) <= size
+            }
+            left = {name: 1 if name in indexed else size for name, size in sizes.items()}
+            return min(left["batch"] * left["query"], rows) * left["head"] * left["key"]
+
+        return sum(of(x) for x in ordered(self.output) if x.op == "load" and x.value == number)
 
     def held(self, backward: bool) -> int:  # type: ignore[override]
         """Loads per query or key, plus one for a long forward; in a backward plus two per kept slope, or four if long.
@@ -189,8 +214,11 @@ class FunctionEpilogue(Epilogue):
         return [x.place for x in ordered(self.output) if x.place is not None]
 
     def fake_args(self) -> tuple:
+        kinds = (("int64", 2) if number in self.exact else ("float32", 1) for number in self.wanted)
         ranks = (self.captured[number].rank for number in self.wanted)
-        gradients = (fake_tensor("float32", 1 + rank, True) for rank in ranks)
+        gradients = (
+            fake_tensor(dtype, more + rank, True) for (dtype, more), rank in zip(kinds, ranks, strict=True)
+        )
         return (*(fake_tensor(*one) for one in self.captured), *gradients)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
@@ -231,13 +259,13 @@ class FunctionEpilogue(Epilogue):
             state = replace(state, first_key=context.first_key)
         if not self.wanted:
             return state
-        copies = zip(self.wanted, gradients, strict=True)
-        expressions = Expressions(
-            dict(zip(uniform_roots(*self._all()), found, strict=True)),
-            {number: of_this_cta(tensor) for number, tensor in copies},
-        )
+        copies = {number: of_this_cta(x) for number, x in zip(self.wanted, gradients, strict=True)}
+        bins = {number: Bins.of(copies[number]) for number in self.exact}
+        copies |= {number: first_of(copies[number]) for number in self.exact}
+        expressions = Expressions(dict(zip(uniform_roots(*self._all()), found, strict=True)), copies)
         targets = tuple(expressions.row((term.number, _first(term))) for term in self.lowered.terms)
-        return replace(state, targets=targets, scale=context.gradient_scale)
+        own = tuple(bins.get(term.number) for term in self.lowered.terms)
+        return replace(state, targets=targets, scale=context.gradient_scale, bins=own)
 
     def _over(
         self, state: FunctionState, tile: ScoreTile, outputs: Sequence[Node], write: Callable[..., None]
@@ -303,10 +331,13 @@ class FunctionEpilogue(Epilogue):
 
     def add_gradients(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
         kept = dict(zip(self._kept, saved, strict=True))
-        for term, target in zip(self.lowered.terms, state.targets, strict=True):
-            self._add(state, tile, term, target, kept.get(term.slope.node))
+        for term, target, bins in zip(self.lowered.terms, state.targets, state.bins, strict=True):
+            add = add_to if bins is None else bins.add_to
+            self._add(state, tile, term, target, kept.get(term.slope.node), add)
 
-    def _add(self, state: FunctionState, tile: ScoreTile, term: Term, target: cute.Tensor, kept: Any) -> None:
+    def _add(
+        self, state: FunctionState, tile: ScoreTile, term: Term, target: cute.Tensor, kept: Any, add: Add
+    ) -> None:
         """Add to a term's gradient. kept: the slopes that the forward kept, or None."""
         indices = term.indices[len(_first(term)) :]
         computed = (*indices, *((term.slope.node,) if kept is None else ()))
@@ -327,7 +358,7 @@ class FunctionEpilogue(Epilogue):
                 use(offset_in(target, indices, at), amount)
 
         spread = any(x.depends_on for x in indices)
-        add_elements(target.iterator, state.scale, elements, spread)
+        add_elements(target.iterator, state.scale, elements, spread, add)
 
     def reference(self, scores: Any, coords: Any, inputs: ScoreInputs) -> Any:  # type: ignore[override]
         return self.evaluated(scores, coords, inputs.extra.get(self.name, ()))
@@ -405,12 +436,15 @@ def _first(term: Term) -> tuple[Node, ...]:
     return tuple(itertools.takewhile(lambda x: not x.depends_on, term.indices[:-1]))
 
 
-def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> FunctionEpilogue | None:
+def _with_gradients(
+    epilogue: FunctionEpilogue, wanted: tuple[int, ...], exact: tuple[int, ...]
+) -> FunctionEpilogue | None:
     lowered = lower(epilogue.graph, epilogue.output, wanted)
     wanted = tuple(number for number in wanted if any(term.number == number for term in lowered.terms))
     if not wanted:
         return None
-    numbers = "_".join(map(str, wanted))
+    exact = tuple(number for number in wanted if number in exact)
+    numbers = "_".join(f"{number}x" if number in exact else str(number) for number in wanted)
     made = FunctionEpilogue(
         name=f"{TRACED}gradient_{numbers}_{epilogue.name}{epilogue.code_digest}",
         graph=epilogue.graph,
@@ -418,6 +452,7 @@ def _with_gradients(epilogue: FunctionEpilogue, wanted: tuple[int, ...]) -> Func
         captured=epilogue.captured,
         lowered=lowered,
         wanted=wanted,
+        exact=exact,
     )
     return register_traced(made)
 
