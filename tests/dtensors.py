@@ -17,8 +17,13 @@ STARTS = torch.tensor([0, 3, 3, 8, 12], dtype=torch.int32)
 LENGTHS = torch.tensor([7, 0, 3, 5], dtype=torch.int32)
 GROUPED: Mapping[str, Any] = {"q": (4, 8, 4, 16), "k": (4, 8, 2, 16), "v": (4, 8, 2, 16)}
 PACKED = {
-    "q": (12, 4, 16), "k": (12, 2, 16), "v": (12, 2, 16), "cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS,
-    "max_seqlen_q": 5, "max_seqlen_k": 5,
+    "q": (12, 4, 16),
+    "k": (12, 2, 16),
+    "v": (12, 2, 16),
+    "cu_seqlens_q": STARTS,
+    "cu_seqlens_k": STARTS,
+    "max_seqlen_q": 5,
+    "max_seqlen_k": 5,
 }
 _CACHES = {"q": (4, 1, 4, 16), "k_cache": (4, 8, 2, 16), "v_cache": (4, 8, 2, 16), "cache_seqlens": LENGTHS}
 CASES: dict[str, Mapping[str, Any]] = {
