@@ -85,6 +85,7 @@ def attention(
     out and lse are differentiable in q, k, v, bias, sinks and tensors that functions capture; on the CPU also in slopes
     and in epilogues' tensors. Forward-mode derivatives (``torch.func.jvp``, ``torch.autograd.forward_ad``) follow
     tangents of q, k and v, on the CPU also of the other tensors; docs/features.md lists calls that do not support them.
+    Second derivatives are computed by the definition, in blocks of scores.
 
     Parameters
     ----------

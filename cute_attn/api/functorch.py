@@ -3,6 +3,8 @@
 A call whose tensors have tangents, from ``jvp`` or ``torch.autograd.forward_ad``, becomes one call of the operator
 ``cute_attn::jvp``, which returns the outputs and their tangents.
 
+Gradients and tangents are differentiable once more, here and without transforms: by the operator ``cute_attn::second``.
+
 Under ``vmap``, a batch of calls becomes one call with all their sequences. Calls that cannot be merged run in turn:
 with packed sequences, with epilogues, or with batched sinks or dropout states, which a call has only once.
 """
