@@ -53,9 +53,8 @@ def register(name: str) -> None:
     if name not in OPERATORS:
         return
     op = getattr(torch.ops.cute_attn, name).default
-    kinds = [isinstance(x.type, torch.TensorType | torch.OptionalType) for x in op._schema.arguments]
-    # What is no tensor also decides, such as which gradients are needed.
-    known = RuntimeSchemaInfo(kinds.index(False), needs_pytree=True)
+    # All arguments decide: also which tensors are absent, and which gradients are needed.
+    known = RuntimeSchemaInfo(0, needs_pytree=True)
     DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, _strategy, known)
 
 
