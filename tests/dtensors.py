@@ -38,6 +38,7 @@ CASES: dict[str, Mapping[str, Any]] = {
     "function": {**GROUPED, "score_mod": lambda score, b, h, q, k: score * (1 + 0.1 * (q - k))},
     "function of heads": {**GROUPED, "score_mod": lambda score, b, h, q, k: score * (1 + h)},
     "function of sequences": {**GROUPED, "mask_mod": lambda b, h, q, k: q + b >= k},
+    "captured": {**GROUPED, "table": (16,)},
     "dropout": {**GROUPED, "dropout_p": 0.5, "rng_state": torch.tensor([7, 0])},
     "packed": {**PACKED, "causal": True},
     "compiled": {**GROUPED, "causal": True},
@@ -54,6 +55,10 @@ def _attend(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         return functools.partial(cute_attn.attention_with_kvcache, return_lse=True)
     door = cute_attn.attention_varlen if "cu_seqlens_q" in CASES[name] else cute_attn.attention
     call: Any = functools.partial(door, return_lse=True)
+    if "table" in CASES[name]:
+        return lambda table, **given: call(
+            **given, score_mod=lambda score, b, h, q, k: score * table[q - k + 8]
+        )
     return torch.compile(call, backend="aot_eager", fullgraph=True) if name == "compiled" else call
 
 
@@ -81,7 +86,7 @@ def _results(name: str, given: dict[str, Any], spread: Callable[[str, Tensor], T
     """out, lse, gradients, or the caches after an append."""
     cached = "k_cache" in given
     leaves = {key: spread(key, x) for key, x in given.items() if isinstance(x, Tensor)}
-    learned = [key for key in ("q", "k", "v", "bias", "sinks") if key in leaves and not cached]
+    learned = [key for key in ("q", "k", "v", "bias", "sinks", "table") if key in leaves and not cached]
     leaves |= {key: leaves[key].detach().requires_grad_() for key in learned}
     out, lse = _attend(name)(**given | leaves)
     found = {"out": out, "lse": lse}

@@ -2,7 +2,7 @@
 
 Importing this module loads ``torch.distributed.tensor``, so :func:`cute_attn.host.call.define` waits for that import.
 On each dimension of a mesh a call is replicated, or each device has some of its sequences, or some of its heads. Of
-these, torch chooses the one with the least communication. A gradient of a tensor that all devices share, such as a bias
+these, torch chooses the one with the least communication. A gradient of what all devices read whole, such as a bias
 of one sequence or the only key head, is a partial sum.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo, TupleStrategy
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
@@ -71,8 +71,7 @@ def _strategy(schema: OpSchema) -> OpStrategy:
             own.append(DTensorSpec(mesh, call.placements(name, given.shape, division), given.tensor_meta))
             costs.append(generate_redistribute_costs(strategy, own[-1]))
         if call.keeps_caches(own):
-            outputs = call.outputs(division)
-            found.append(OpSpec(_specs(mesh, outputs), own, costs))
+            found.append(OpSpec(_specs(mesh, call.outputs(division)), own, costs))
     if not found:
         raise ValueError(
             "k_cache or v_cache is divided otherwise than the call can be, and would be written in a copy; accepted: "
@@ -82,8 +81,13 @@ def _strategy(schema: OpSchema) -> OpStrategy:
 
 
 def _specs(mesh: Any, outputs: Any) -> Any:
-    """The specs of an operator's outputs, whose lists torch does not complete."""
-    return tuple(_specs(mesh, x) if isinstance(x, list) else DTensorSpec(mesh, x) for x in outputs)
+    """The specs of outputs, to which torch adds what it knows of tensors, except of those in lists."""
+    return tuple(
+        tuple(DTensorSpec(mesh, own, TensorMeta(like.shape, like.stride(), like.dtype)) for own, like in x)
+        if isinstance(x, list)
+        else DTensorSpec(mesh, x)
+        for x in outputs
+    )
 
 
 def _read_by(epilogue: str) -> set[str]:
@@ -145,7 +149,7 @@ class _Call:
         return shared() if one else Replicate()
 
     def outputs(self, division: tuple[str, ...]) -> list[Any]:
-        """The outputs' placements, in a list for a list of tensors."""
+        """The outputs' placements; for a list of tensors a list of pairs, with tensors like them."""
         replicated = self.placements("", (), division)
         if self.op is torch.ops.cute_attn.backward.default:
             return self._gradients(division, replicated)
@@ -159,14 +163,22 @@ class _Call:
         return found
 
     def _gradients(self, division: tuple[str, ...], replicated: tuple[Placement, ...]) -> list[Any]:
-        needed = iter(self.given["needed"])
-        named = [x for x in self.tensors if x[0] == "epilogue_tensors"]
-        pairs = [(name, self.given[name]) for name in DIFFERENTIABLE] + named
-        found = [
-            self.placements(name, x.shape, division, Partial) if next(needed, False) else replicated
-            for name, x in pairs
+        needed = [*self.given["needed"], *itertools.repeat(False, len(self.tensors))]
+        metas: Any = (
+            x.strategies[0].output_spec.tensor_meta for name, x in self.tensors if name == "epilogue_tensors"
+        )
+        named = [
+            self.placements(name, self.given[name].shape, division, Partial) if wanted else replicated
+            for name, wanted in zip(DIFFERENTIABLE, needed, strict=False)
         ]
-        return [*found[: len(DIFFERENTIABLE)], found[len(DIFFERENTIABLE) :]]
+        captured = [
+            (
+                self.placements("", (), division, Partial) if wanted else replicated,
+                torch.empty(x.shape if wanted else 0, dtype=x.dtype, device="meta"),
+            )
+            for x, wanted in zip(metas, needed[len(DIFFERENTIABLE) :], strict=False)
+        ]
+        return [*named, captured]
 
     def keeps_caches(self, own: list[DTensorSpec]) -> bool:
         """False if an append would write to copies of the caches."""

@@ -351,7 +351,7 @@ def softmax(
     for block in blocks(q4, k4, lengths, features, longest):
         products = _products(block.queries(q4), block.keys(k4), lse.dtype, precision)
         scores = modify_scores(products * softmax_scale, block.coords, features, inputs)
-        own_lse = block.sums(lse4).unsqueeze(-1)
+        own_lse = block.lse(lse4).unsqueeze(-1)
         p = torch.exp(scores - own_lse)
         total = p.sum(-1, keepdim=True)  # 1, except where LSE has no digits left, as of a bias of finfo.min
         if inputs.sinks is not None:
@@ -413,12 +413,12 @@ class Block:
         """The block's rows of k or v for each query head: (batch, seqlen_k, heads, dim)."""
         return x[self.where, self.rows_k].index_select(2, self.heads_kv)
 
-    def sums(self, lse: Tensor) -> Tensor:
+    def lse(self, lse: Tensor) -> Tensor:
         """The block's rows of lse: (batch, heads, seqlen_q)."""
         return lse[self.where, self.heads, self.rows_q]
 
     def biases(self, bias: Tensor) -> Tensor:
-        """The block's part of a bias (batch|1, nheads|1, max_seqlen_q|1, max_seqlen_k|1), not expanded."""
+        """The block's elements of a bias (batch|1, nheads|1, max_seqlen_q|1, max_seqlen_k|1), not expanded."""
         rows_q = slice(self.first, self.first + self.coords.query.numel())
         places = (self.batch, self.heads, rows_q, slice(0, self.coords.seqlen_k))
         return bias[tuple(slice(1) if n == 1 else own for n, own in zip(bias.shape, places, strict=True))]

@@ -84,7 +84,7 @@ def second(
 
 def _of(block: Block, some: Some, whole: Sequence[int] = ()) -> list[Any]:
     """The block's elements of each tensor, except of those at the places ``whole``; views of all except keys."""
-    readers = (block.queries, block.sums, block.queries, block.keys, block.keys, block.biases)
+    readers = (block.queries, block.lse, block.queries, block.keys, block.keys, block.biases)
     return [x if x is None or i > _BIAS or i in whole else readers[i](x) for i, x in enumerate(some)]
 
 
@@ -113,7 +113,8 @@ def _differentiated(
         return found
     ys, us = zip(*pairs, strict=True)
     firsts = torch.autograd.grad(ys, [x for x, _ in moved], us, create_graph=True, allow_unused=True)
-    terms = [(g * t.to(g.dtype)).sum() for g, (_, t) in zip(firsts, moved, strict=True) if g is not None]
+    products = [(g * t.to(g.dtype)).sum() for g, (_, t) in zip(firsts, moved, strict=True) if g is not None]
+    terms = [x for x in products if x.requires_grad]
     if terms and places:
         by = [leaves[i] for i in places]
         for i, x in zip(

@@ -39,11 +39,15 @@ def test_equals_the_call_of_whole_tensors(found, pair):
     elif pair in WHOLE:
         assert (out, lse) != (("S(2)", "S(1)") if placement == "heads" else ("S(0)", "S(0)"))
     elif placement == "sequences":
-        shared = {"dsinks", *(["dbias"] if case != "bias" else [])}
+        shared = {"dsinks", "dtable", *(["dbias"] if case != "bias" else [])}
         assert out == lse == "S(0)"
         assert placements == {key: "P(sum)" if key in shared else "S(0)" for key in placements}
     else:
-        own = {"dsinks": "S(0)", "dbias": "P(sum)" if case == "broadcast bias" else "S(1)"}
+        own = {
+            "dsinks": "S(0)",
+            "dtable": "P(sum)",
+            "dbias": "P(sum)" if case == "broadcast bias" else "S(1)",
+        }
         shared = dict.fromkeys(("dk", "dv"), "P(sum)") if case == "one key head" else {}
         rows = "S(1)" if case == "packed" else "S(2)"
         assert (out, lse) == ((rows, "S(0)") if case == "packed" else (rows, "S(1)"))

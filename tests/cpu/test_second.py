@@ -186,6 +186,20 @@ def test_the_operator():
         )
 
 
+def test_of_v_alone():
+    """out is linear in v: the gradient's derivative is 0, and of out's gradient the product with v's tangent."""
+    q, k, v = (*TENSORS[:2], TENSORS[2].clone().requires_grad_())
+    for learned in (False, True):
+        with Dispatched():
+            out = attention(q, k, v, causal=True)
+            seed = randn(*out.shape, seed=3).requires_grad_(learned)
+            (first,) = torch.autograd.grad(out, v, seed, create_graph=True)
+            found = torch.autograd.grad(first, (v, seed) if learned else (v,), DOTS[2], allow_unused=True)
+        assert found[0] is None or not found[0].any()
+        if learned:
+            same(found[1], attention(q, k, DOTS[2], causal=True))
+
+
 def test_half_precision():
     """Products and sums are fp32, also under autocast; results have the tensors' dtypes."""
     leaves = [x.bfloat16().requires_grad_() for x in TENSORS]
