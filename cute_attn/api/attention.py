@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cute_attn.api import jvp as jvp  # registers its operator
 from cute_attn.api import operators
+from cute_attn.api import second as second  # registers its operator
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, packed_sequences
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
@@ -84,6 +85,7 @@ def attention(
     out and lse are differentiable in q, k, v, bias, sinks and tensors that functions capture; on the CPU also in slopes
     and in epilogues' tensors. Forward-mode derivatives (``torch.func.jvp``, ``torch.autograd.forward_ad``) follow
     tangents of q, k and v, on the CPU also of the other tensors; docs/features.md lists calls that do not support them.
+    Second derivatives are computed by the definition, in blocks of scores.
 
     Parameters
     ----------

@@ -3,6 +3,8 @@
 A call whose tensors have tangents, from ``jvp`` or ``torch.autograd.forward_ad``, becomes one call of the operator
 ``cute_attn::jvp``, which returns the outputs and their tangents.
 
+Gradients and tangents are differentiable once more, here and without transforms: by the operator ``cute_attn::second``.
+
 Under ``vmap``, a batch of calls becomes one call with all their sequences. Calls that cannot be merged run in turn:
 with packed sequences, with epilogues, or with batched sinks or dropout states, which a call has only once.
 """
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.checks import check
 from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGENT, not_in_jvp, unpacked
@@ -23,9 +26,13 @@ from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGE
 _FIELDS = Call._fields[:NUM_TENSORS]
 _BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
 _INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
+_EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
 _RANKS = {"alibi_slopes": 1, "bias": 4}
 Dims = tuple[int | None, ...]
-_NO_SECOND = "a second derivative of attention is asked for; accepted: first ones"
+_NO_MORE = (
+    "a third derivative of attention, or a tangent of its tangent, is asked for; accepted: first and second ones, as "
+    "gradients of gradients, gradients of tangents and tangents of gradients"
+)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -124,7 +131,9 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple:
-        return None, *_gradients(ctx, ctx.needs_input_grad[1:], grad_out, grad_lse)
+        *tensors, out, lse = ctx.saved_tensors
+        given = (grad_out, grad_lse, out, lse, *tensors)
+        return None, *_placed(gradients(ctx.rest, _first_flags(ctx.needs_input_grad[1:]), given))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -142,24 +151,70 @@ class _Forward(torch.autograd.Function):
         return tuple(found), (0,) * len(found)
 
 
-def _gradients(
-    ctx: Any, asked: tuple[bool, ...], grad_out: Tensor | None, grad_lse: Tensor | None
-) -> list[Tensor | None]:
-    """Gradients of a call's tensors, saved in ``ctx`` together with out and lse; asked: which are needed."""
-    *tensors, out, lse = ctx.saved_tensors
-    if asked[_FIELDS.index("alibi_slopes")] or any(asked[NUM_TENSORS:]):
+def gradients(rest: tuple, needed: tuple[bool, ...], given: Sequence[Any]) -> tuple[Tensor | None, ...]:
+    """The gradients of a call, which are differentiable again.
+
+    needed: flags for q, k, v, bias, sinks and the tensors of epilogues.
+    given: gradients of out and lse, out, lse, and the call's tensors.
+    """
+    grad_out, grad_lse, out, lse, *tensors = given
+    if not any(needed) or (grad_out is None and grad_lse is None):
+        return (None,) * len(needed)
+    found = _Backward.apply(rest, needed, grad_out, grad_lse, out.detach(), lse.detach(), *tensors)
+    return _spread(needed, found)
+
+
+def _seconds(
+    rest: tuple,
+    needed: tuple[bool, ...],
+    tangents: Sequence[Any],
+    cotangents: Sequence[Any],
+    tensors: Sequence[Any],
+) -> tuple[Tensor | None, ...]:
+    """J t, and the gradient of u . J t, see :mod:`cute_attn.reference.second`. needed: flags for u, and as above."""
+    outer = zip(needed, cotangents, strict=False)
+    needed = (*(wanted and x is not None for wanted, x in outer), *needed[len(cotangents) :])
+    zeros = all(x is None for x in tangents) or all(x is None for x in cotangents)
+    if zeros or not any(needed):
+        return (None,) * len(needed)
+    return _spread(needed, _Second.apply(rest, needed, *tangents, *cotangents, *tensors))
+
+
+def _spread(needed: Sequence[bool], found: Sequence[Any]) -> tuple[Any, ...]:
+    """``found``, with None between for what is not needed."""
+    own = iter(found)
+    return tuple([next(own) if wanted else None for wanted in needed])
+
+
+def _flags(asked: Sequence[bool]) -> tuple[bool, ...]:
+    """Flags for q, k, v, bias, sinks and the tensors of epilogues, of those for a call's tensors."""
+    if asked[_FIELDS.index("alibi_slopes")]:
         raise NotImplementedError(NO_GRADIENT)
-    found: list[Tensor | None] = [None] * len(asked)
-    needed = tuple(asked[i] for i in _INDICES)
-    if any(needed) and not (grad_out is None and grad_lse is None):
-        grads = _Backward.apply(ctx.rest, needed, grad_out, grad_lse, out, lse, *tensors)
-        for i in [i for i, wanted in zip(_INDICES, needed, strict=True) if wanted]:
-            found[i], *grads = grads
-    return found
+    return (*(asked[i] for i in _INDICES), *asked[NUM_TENSORS:])
+
+
+def _first_flags(asked: Sequence[bool]) -> tuple[bool, ...]:
+    """:func:`_flags` for first derivatives under transforms, which give none by the tensors of epilogues."""
+    if any(asked[NUM_TENSORS:]):
+        raise NotImplementedError(NO_GRADIENT)
+    return _flags(asked)
+
+
+def _placed(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The inverse of :func:`_flags`, for gradients."""
+    found: list[Tensor | None] = [None] * NUM_TENSORS
+    for i, x in zip(_INDICES, grads, strict=False):
+        found[i] = x
+    return [*found, *grads[len(_INDICES) :]]
+
+
+def _sums(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    pairs = zip(some, others, strict=True)
+    return tuple([y if x is None else x if y is None else x + y for x, y in pairs])
 
 
 class _Derivative(torch.autograd.Function):
-    """A first derivative, which cannot be differentiated again."""
+    """A derivative, which cannot be differentiated again unless a subclass does so."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -167,11 +222,11 @@ class _Derivative(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple:
-        raise NotImplementedError(_NO_SECOND)
+        raise NotImplementedError(_NO_MORE)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> tuple:
-        raise NotImplementedError(_NO_SECOND)
+        raise NotImplementedError(_NO_MORE)
 
 
 class _Backward(_Derivative):
@@ -191,8 +246,35 @@ class _Backward(_Derivative):
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         given = (grad_out, grad_lse, out, lse, list(needed))
-        grads = torch.ops.cute_attn.backward.default(*given, *Call.joined(tensors, rest).values(ATTENTION))
-        return tuple(x for x, wanted in zip(grads[:-1], needed, strict=True) if wanted)
+        *grads, own = torch.ops.cute_attn.backward.default(
+            *given, *Call.joined(tensors, rest).values(ATTENTION)
+        )
+        return tuple(x for x, wanted in zip((*grads, *own), needed, strict=True) if wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        rest, needed, *given = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*given)
+        ctx.save_for_forward(*given)
+        ctx.rest, ctx.needed, ctx.epilogues = rest, needed, epilogues_of(rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        """Gradients by the gradients of out and lse, and by the tensors, from which out and lse follow."""
+        asked, (grad_out, grad_lse, _, _, *tensors) = ctx.needs_input_grad[2:], ctx.saved_tensors
+        needed, tangents = (*asked[:2], *_flags(asked[4:])), _spread(ctx.needed, grads)
+        found = _seconds(ctx.rest, needed, tangents, (grad_out, grad_lse), tensors)
+        return None, None, *found[:2], None, None, *_placed(found[2:])
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *dots: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_out, grad_lse, out, lse, *tensors = ctx.saved_tensors
+        needed, tangents = (False, False, *ctx.needed), _wanted(ctx.rest, tensors, dots[4:])
+        of_tensors = _seconds(ctx.rest, needed, tangents, (grad_out, grad_lse), tensors)[2:]
+        of_outputs = gradients(ctx.rest, ctx.needed, (*dots[:2], out, lse, *tensors))
+        sums = _sums(of_tensors, of_outputs)
+        return tuple([x for x, wanted in zip(sums, ctx.needed, strict=True) if wanted])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, rest: tuple, needed: tuple, *given: Any) -> tuple[tuple, tuple]:
@@ -214,7 +296,7 @@ class _Jvp(_Derivative):
     """Arguments: ``rest``, the number of tangents, a tangent or None for each of q, k, v, bias, sinks and the tensors
     of epilogues, and the tensors of :class:`_Forward`.
 
-    Returns out, lse and their tangents. Only out and lse have gradients: a loss may use them and detach the tangents.
+    Returns out, lse and their tangents.
     """
 
     @staticmethod
@@ -226,17 +308,21 @@ class _Jvp(_Derivative):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         rest, number, *given = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given[number:], *output[:2])
-        ctx.rest, ctx.number = rest, number
+        ctx.save_for_backward(*given, *output[:2])
+        ctx.rest, ctx.number, ctx.epilogues = rest, number, epilogues_of(rest)
 
     @staticmethod
     def backward(
-        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *of_tangents: Tensor | None
+        ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *of_dots: Tensor | None
     ) -> tuple:
-        if any(x is not None for x in of_tangents):
-            raise NotImplementedError(_NO_SECOND)
-        first = 2 + ctx.number
-        return *(None,) * first, *_gradients(ctx, ctx.needs_input_grad[first:], grad_out, grad_lse)
+        *given, out, lse = ctx.saved_tensors
+        tangents, tensors = given[: ctx.number], given[ctx.number :]
+        moved, asked = ctx.needs_input_grad[2:][: ctx.number], ctx.needs_input_grad[2 + ctx.number :]
+        needed, primals = _first_flags(asked), (out, lse, *tensors)
+        found = gradients(ctx.rest, needed, (grad_out, grad_lse, *primals))
+        more = _seconds(ctx.rest, (False, False, *needed), tangents, of_dots, tensors)[2:]
+        of_tangents = gradients(ctx.rest, moved, (*of_dots, *primals))
+        return None, None, *of_tangents, *_placed(_sums(found, more))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, rest: tuple, number: int, *given: Any) -> tuple[tuple, tuple]:
@@ -252,6 +338,32 @@ class _Jvp(_Derivative):
             called = _Jvp.apply(rest, number, *sequences, *others, *merged)
             found = [x.unflatten(0, (size, -1)) for x in called]
         return tuple(found), (0,) * len(found)
+
+
+class _Second(_Derivative):
+    """Arguments: ``rest``, flags of needed results, a tangent or None for each of q, k, v, bias, sinks and the tensors
+    of epilogues, gradients of out and lse, and the tensors of :class:`_Forward`.
+
+    Returns the needed ones of what the operator ``cute_attn::second`` returns.
+    """
+
+    @staticmethod
+    def forward(rest: tuple, needed: tuple[bool, ...], *given: Any) -> tuple[Tensor, ...]:
+        number = len(needed) - 2
+        tangents, cotangents, tensors = given[:number], given[number : number + 2], given[number + 2 :]
+        arguments = Call.joined(tensors, rest).values(ATTENTION)
+        found = torch.ops.cute_attn.second.default(list(tangents), *cotangents, list(needed), *arguments)
+        return tuple(x for x, wanted in zip(found, needed, strict=True) if wanted)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, rest: tuple, needed: tuple, *given: Any) -> tuple[tuple, tuple]:
+        found = _looped(lambda own: _Second.apply(rest, needed, *own), info.batch_size, given, in_dims[2:])
+        return tuple(found), (0,) * len(found)
+
+
+def epilogues_of(rest: tuple) -> list[Any]:
+    """The epilogues that a call names, which must live as long as the call may be repeated."""
+    return [user_epilogue(item.partition(":")[0]) for item in rest[_EPILOGUES]]
 
 
 def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, queries: int | None) -> bool:

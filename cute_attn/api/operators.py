@@ -18,7 +18,7 @@ from cute_attn import reference
 from cute_attn.api import block_tables as block_tables  # registers its operator, for exported programs
 from cute_attn.api import functorch
 from cute_attn.epilogues.functions.known import with_texts, without_texts
-from cute_attn.epilogues.names import TRACED, user_epilogue
+from cute_attn.epilogues.names import TRACED
 from cute_attn.host import fused_qkv, plans
 from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
 from cute_attn.host.call import ATTENTION, LIBRARY, NUM_TENSORS, Call, define, pytorchs_precision, schema
@@ -425,7 +425,7 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: N
     ctx.save_for_backward(*tensors, out, lse)
     ctx.rest = rest
     if node is None:  # a traced function's epilogue must live until its gradient
-        ctx.epilogues = [user_epilogue(item.partition(":")[0]) for item in rest[_EPILOGUES]]
+        ctx.epilogues = functorch.epilogues_of(rest)
     elif node.traced:
         ctx.epilogues = [one() for one in node.traced]
     if softmax is not None:
@@ -457,24 +457,7 @@ def _differentiate(
         return plans.recorded(key, given, run)
     if not torch.is_grad_enabled():
         return run()
-    with torch.no_grad():
-        grads = run()
-    return tuple(None if x is None else _Once.apply(x.requires_grad_()) for x in grads)
-
-
-class _Once(torch.autograd.Function):
-    """Returns a gradient under create_graph, and raises if that gradient is differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Tensor:
-        """Raise NotImplementedError with the accepted alternatives."""
-        raise NotImplementedError(
-            "a second derivative of attention is asked for; accepted: first ones, or CPU tensors outside torch.compile"
-        )
+    return functorch.gradients(ctx.rest, wanted, (grad_out, grad_lse, out, lse, *tensors))
 
 
 _FIRST = 3

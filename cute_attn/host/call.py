@@ -4,6 +4,7 @@ The public function fills in every default. The kernels, output layouts and erro
 which :mod:`cute_attn.host.checks` and the plans read.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import lists_blocks, user_epilogue
+from cute_attn.host.imports import after_import
 from cute_attn.host.memory import (
     as_strided,
     is_first_columns,
@@ -429,6 +431,25 @@ def define(
     LIBRARY.impl(name, cpu, "CPU")
     LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"cute_attn::{name}", fake, lib=LIBRARY)
+    _undivided.append(name)
+    if _DTENSORS in sys.modules:
+        _divide()
+
+
+_DTENSORS = "torch.distributed.tensor"
+_undivided = list[str]()
+"""Operators that DTensors do not know yet."""
+
+
+def _divide() -> None:
+    """Register how the operators divide DTensors."""
+    from cute_attn.host.sharding import register  # imports them
+
+    while _undivided:
+        register(_undivided.pop())
+
+
+after_import(_DTENSORS, _divide)
 
 
 _TYPES: dict[Any, str] = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Tensors = tuple[Any, ...]
 """A call's first tensors, q to rng_state; an absent tensor is None."""
@@ -126,10 +127,10 @@ def is_lazy(x: Tensor) -> bool:
 
 
 def has_memory(x: Tensor) -> bool:
-    """True if ``x`` has an address and numbers now, unlike meta, fake and traced tensors and wrappers of transforms."""
+    """True if ``x`` has an address and numbers now, unlike meta, fake and traced tensors, DTensors and wrappers."""
     if torch.compiler.is_compiling() or x.is_meta or _is_wrapped(x) or torch._is_functional_tensor(x):
         return False
-    return type(x) in _PLAIN or not is_fake(x)
+    return type(x) in _PLAIN or not (is_fake(x) or is_traceable_wrapper_subclass(x))
 
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

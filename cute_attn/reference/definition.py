@@ -300,15 +300,15 @@ def attention(
     varlen = lengths.cu_seqlens_q is not None
     q4, k4, v4 = (x.unsqueeze(0) if varlen else x for x in (q, k, v))
     nheads = q4.shape[2]
-    batch, longest = _extents(q4, k4, lengths)
+    batch, longest = extents(q4, k4, lengths)
     out = q4.new_zeros((*q4.shape[:3], v4.shape[3]))
     lse = q4.new_full((q4.shape[0], nheads, q4.shape[1]), -math.inf, dtype=lse_dtype)
     softmax = q4.new_zeros((batch, nheads, *longest)) if return_softmax else None
 
-    for block in _blocks(q4, k4, lengths, features, longest):
+    for block in blocks(q4, k4, lengths, features, longest):
         given = (block.queries(q4), block.keys(k4), block.keys(v4))
         own_q, own_k, own_v = (x.to(dtype) for x in given)
-        piece, piece_lse, p = _attend(own_q, own_k, own_v, softmax_scale, features, inputs, block.coords)
+        piece, piece_lse, p = attend(own_q, own_k, own_v, softmax_scale, features, inputs, block.coords)
         out[block.where, block.rows_q, block.heads] = piece.to(out.dtype)
         lse[block.where, block.heads, block.rows_q] = piece_lse.to(lse_dtype)
         if softmax is not None:
@@ -316,7 +316,7 @@ def attention(
     return (out[0], lse[0], softmax) if varlen else (out, lse, softmax)
 
 
-def _extents(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[int, tuple[int, int]]:
+def extents(q: Tensor, k: Tensor, lengths: Lengths) -> tuple[int, tuple[int, int]]:
     """Number of sequences, and the maximum numbers of queries and keys. q and k have four dimensions."""
     if lengths.cu_seqlens_q is None:
         return q.shape[0], (q.shape[1], k.shape[1])
@@ -346,12 +346,12 @@ def softmax(
     """
     varlen = lengths.cu_seqlens_q is not None
     q4, k4, lse4 = (x.unsqueeze(0) if varlen else x for x in (q, k, lse))
-    batch, longest = _extents(q4, k4, lengths)
+    batch, longest = extents(q4, k4, lengths)
     result = q4.new_zeros((batch, q4.shape[2], *longest))
-    for block in _blocks(q4, k4, lengths, features, longest):
+    for block in blocks(q4, k4, lengths, features, longest):
         products = _products(block.queries(q4), block.keys(k4), lse.dtype, precision)
         scores = modify_scores(products * softmax_scale, block.coords, features, inputs)
-        own_lse = lse4[block.where, block.heads, block.rows_q].unsqueeze(-1)
+        own_lse = block.lse(lse4).unsqueeze(-1)
         p = torch.exp(scores - own_lse)
         total = p.sum(-1, keepdim=True)  # 1, except where LSE has no digits left, as of a bias of finfo.min
         if inputs.sinks is not None:
@@ -384,7 +384,7 @@ def _rounded_to_tf32(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
     """Scores that are computed together: of equally long sequences, and of some heads and queries.
 
     Attributes:
@@ -413,15 +413,25 @@ class _Block:
         """The block's rows of k or v for each query head: (batch, seqlen_k, heads, dim)."""
         return x[self.where, self.rows_k].index_select(2, self.heads_kv)
 
+    def lse(self, lse: Tensor) -> Tensor:
+        """The block's rows of lse: (batch, heads, seqlen_q)."""
+        return lse[self.where, self.heads, self.rows_q]
+
+    def biases(self, bias: Tensor) -> Tensor:
+        """The block's elements of a bias (batch|1, nheads|1, max_seqlen_q|1, max_seqlen_k|1), not expanded."""
+        rows_q = slice(self.first, self.first + self.coords.query.numel())
+        places = (self.batch, self.heads, rows_q, slice(0, self.coords.seqlen_k))
+        return bias[tuple(slice(1) if n == 1 else own for n, own in zip(bias.shape, places, strict=True))]
+
     def write(self, softmax: Tensor, p: Tensor) -> None:
         """Write P to ``softmax``, cut off where a sequence is longer than the call's maximum lengths."""
         target = softmax[self.batch, self.heads, self.first : self.first + p.shape[2], : p.shape[3]]
         target.copy_(p[:, :, : target.shape[2], : target.shape[3]])
 
 
-def _blocks(
+def blocks(
     q: Tensor, k: Tensor, lengths: Lengths, features: Features, longest: tuple[int, int]
-) -> Iterator[_Block]:
+) -> Iterator[Block]:
     """Blocks that cover all scores of q and k (batch, seqlen, heads, dim): up to ``_CHUNK_SCORES``, or one query."""
     varlen, nheads = lengths.cu_seqlens_q is not None, q.shape[2]
 
@@ -437,7 +447,7 @@ def _blocks(
                 b, h, i, j = (index(own, axis) for axis, own in enumerate(places))
                 top_left = features.mask.endswith("top_left")
                 coords = ScoreCoords(b, h, i, j, nheads, seqlen_q, seqlen_k, *longest, top_left, varlen)
-                yield _Block(
+                yield Block(
                     slice(0, 1) if varlen else batch,
                     batch,
                     heads,
@@ -449,7 +459,7 @@ def _blocks(
                 )
 
 
-def _attend(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,

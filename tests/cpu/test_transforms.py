@@ -190,7 +190,6 @@ WRONG = """
 vmap(attention)(q, k[..., :7], v) -> ValueError: k has head_dim 7; accepted: 8
 vmap(lambda *x: attention(*x, dropout_p=0.5, rng_state=torch.tensor([3, 4])))(q, k, v)
     -> ValueError: randomness "error" with dropout; accepted: "same" or
-grad(lambda x: grad(loss)(x, k[0], v[0]).sum())(q[0]) -> NotImplementedError: second derivative
 grad(lambda x: loss(q[0], k[0], v[0], alibi_slopes=x))(randn(4)) -> NotImplementedError: alibi_slopes
 """
 
