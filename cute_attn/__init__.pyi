@@ -24,6 +24,7 @@ from cute_attn.api.attention import (
 )
 from cute_attn.api.block_mask import block_mask
 from cute_attn.api.merge import merge_attention
+from cute_attn.api.sums import attention_sums
 from cute_attn.compiler import CompiledKernel, Resources, SpillWarning, compile, prebuild
 from cute_attn.compiler.registry import Unsupported, defaults, lookup, register
 from cute_attn.epilogues.base import Epilogue
@@ -247,6 +248,7 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_backward",
+    "attention_sums",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",

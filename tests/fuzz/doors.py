@@ -253,6 +253,15 @@ def _merge(case: Case, inputs: Inputs, functions: Functions) -> Results:
     return _named(cute_attn.merge_attention(outs, lses, sinks=inputs.sinks))
 
 
+def _sums(case: Case, inputs: Inputs, functions: Functions) -> Results:
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)}
+    del own["bias"], own["return_lse"]
+    if case.lengths:
+        own |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), _cu_seqlens(case, inputs), strict=True))
+        own |= dict(zip(("max_seqlen_q", "max_seqlen_k"), case.longest, strict=True))
+    return {"sums": cute_attn.attention_sums(inputs.q, inputs.k, **own)}
+
+
 def _registered(case: Case, inputs: Inputs, functions: Functions) -> Results:
     """Functions registered under names, with captured values as arguments."""
     given = {}
@@ -313,5 +322,6 @@ DOORS = {
     "attention_with_kvcache": Door(
         _kvcache, (*SCORES, "mostly_nonempty", "head_dim_v", "sinks", "used", "score", "mask"), ALL
     ),
+    "attention_sums": Door(_sums, (*SCORES, "sinks", "lengths", "used", "score", "mask")),
     "merge_attention": Door(_merge, ("scale", "softcap", "gqa", "layout", "head_dim_v", "sinks"), ALL),
 }
