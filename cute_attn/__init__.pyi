@@ -1,6 +1,7 @@
 """What the package imports on first use, for type checkers and editors.
 
-What a call returns depends on ``return_lse`` and ``return_softmax``; its other options are stated once.
+What a call returns depends on ``return_lse``, ``return_softmax`` and ``return_max_scores``; its other options are
+stated once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -139,6 +140,7 @@ def attention(
     *,
     return_lse: bool = ...,
     return_softmax: bool = ...,
+    return_max_scores: bool = ...,
     **options: Unpack[_AttentionOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
@@ -209,6 +211,7 @@ def attention_varlen(
     *,
     return_lse: bool = ...,
     return_softmax: bool = ...,
+    return_max_scores: bool = ...,
     **options: Unpack[_VarlenOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
@@ -231,8 +234,14 @@ def attention_with_kvcache(
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool = ..., **options: Unpack[_KvcacheOptions]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max_scores: bool = ...,
+    **options: Unpack[_KvcacheOptions],
+) -> Tensor | tuple[Tensor, ...]: ...
 
 __version__: str
 _imported_at: float

@@ -87,7 +87,7 @@ def _lse(
     varlen = any(x is not None for x in (*starts, *longest))
     given = (
         varlen, *longest, softmax_scale, causal, window, softcap, 0.0, "flash", (), True, False, None, None, False,
-        None, None, False,
+        None, None, False, False,
     )  # fmt: skip
     return _attend(tensors, given, None, functions)[1]
 

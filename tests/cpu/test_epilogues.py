@@ -107,6 +107,29 @@ def test_the_whole_chain(name, dropout):
         assert torch.equal(got.dropped[seen], ~keep_mask(tiling, problem)[seen]) and got.dropped.any()
 
 
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        (SMALL, "causal-alibi-max_scores"),
+        ("warps2x4-32x128", "softcap-max_scores"),
+        ("wgmma2-128x112", "window-bias_fp16-max_scores-varlen"),
+    ],
+)
+def test_greatest_scores(name, features):
+    """Rows that see no key keep -inf, and padding rows write nothing."""
+    tiling = TILINGS[name].of(features)
+    for seqlen_q, seqlen_k in ((130, 259), (70, 40)):
+        given = inputs_of(features, 2, 2, seqlen_q, seqlen_k) | {"window_left": 100}
+        shape = (2, 2 * seqlen_q) if tiling.traits.varlen else (2, 2, seqlen_q)
+        found = torch.full(shape, -torch.inf)
+        problem = Scores.random(2, 2, seqlen_q, seqlen_k, **given, max_scores=found)
+        compare(tiling, problem)
+        expected = problem.expected_scores(tiling.traits).amax(-1)
+        if tiling.traits.varlen:
+            expected = expected.transpose(0, 1).flatten(1)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-6)
+
+
 # ---- masks ----
 
 LENGTHS = [(64, 64), (1, 1), (130, 200), (200, 130), (65, 321), (321, 63), (5, 128), (128, 7)]
