@@ -175,7 +175,7 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
 
 
 def _divided(
-    plan: Plan, call: Call, out: Tensor, lse: Tensor, max_scores: Tensor | None, *, keeps_rows: bool
+    plan: Plan, call: Call, out: Tensor, lse: Tensor, max_scores: Tensor | None = None, *, keeps_rows: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute a call with split keys. keeps_rows: keep rows of ``out`` without a sequence; combine would write them."""
     written = record.contiguous(out, tuple(out.shape)) if keeps_rows else out

@@ -438,6 +438,7 @@ def test_rows_that_see_nothing():
         ("wgmma1-64x80", 64, "window-softcap-alibi-sinks_fp32"),
         ("wgmma2-128x112", 16, ""),
         ("wgmma2-128x112", 16, "causal-alibi"),
+        ("wgmma1-64x80", 8, "causal-alibi-max_scores"),
     ],
 )
 def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
@@ -452,9 +453,14 @@ def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
             sinks=3 * torch.randn(2 * heads) if "sinks" in features else None,
             window_left=20,
             window_right=3,
+            max_scores=torch.full((1, 2 * heads, seqlen_q), -torch.inf),
         )
         first = [heads * (head // heads) for head in range(2 * heads)]
-        got = compare(tiling, replace(problem, k=problem.k[:, :, first], v=problem.v[:, :, first]))
+        problem = replace(problem, k=problem.k[:, :, first], v=problem.v[:, :, first])
+        got = compare(tiling, problem)
+        if tiling.traits.max_scores:
+            expected = problem.expected_scores(tiling.traits).amax(-1)
+            torch.testing.assert_close(problem.inputs.max_scores, expected, atol=2e-5, rtol=2e-6)
         assert got.visits.shape[1] == 2 and got.visits.shape[2] == -(-seqlen_q * heads // tiling.tile.tile_m)
 
 

@@ -58,11 +58,17 @@ def _lengths(case: Case, inputs: Inputs) -> Tensor | None:
 
 
 def _named(found: Any) -> Results:
-    return dict(zip(("out", "lse"), found, strict=False)) if isinstance(found, tuple) else {"out": found}
+    names = ("out", "lse", "max_scores")
+    return dict(zip(names, found, strict=False)) if isinstance(found, tuple) else {"out": found}
+
+
+def _maxima(case: Case) -> dict[str, bool]:
+    """The option for the rows' greatest scores, in every other case."""
+    return {"return_max_scores": case.extra % 2 == 1}
 
 
 def _attention(case: Case, inputs: Inputs, functions: Functions | None = None, **other: Any) -> Results:
-    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)} | other
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)} | _maxima(case) | other
     return _named(attention(inputs.q, inputs.k, inputs.v, **own))
 
 
@@ -101,7 +107,7 @@ def _backward(case: Case, inputs: Inputs, functions: Functions) -> Results:
 
 
 def _varlen(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)}
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)} | _maxima(case)
     lengths = (*_cu_seqlens(case, inputs), *case.longest)
     return _named(attention_varlen(inputs.q, inputs.k, inputs.v, *lengths, **own))
 
@@ -227,7 +233,7 @@ def _cache(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def _kvcache(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    own = _options(case, inputs, functions) | _cache(case, inputs)
+    own = _options(case, inputs, functions) | _cache(case, inputs) | _maxima(case)
     own.pop("bias")
     return _named(cute_attn.attention_with_kvcache(inputs.q, own.pop("k_cache"), own.pop("v_cache"), **own))
 
