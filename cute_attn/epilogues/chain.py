@@ -324,6 +324,10 @@ class EpilogueChain:
         """The attention sink of each of the thread's rows, see :meth:`Sinks.of_rows`; None without sinks."""
         return self.sinks.of_rows(args[-1], head, heads_left, score_map) if self.sinks else None
 
+    def tile_maxima(self, state: ScoreState) -> cute.Tensor | None:
+        """Where :meth:`forward` leaves the thread's greatest scores of each row of a tile; None without ``maxima``."""
+        return state.maxima.largest if state.maxima else None
+
     def rescale(self, state: ScoreState) -> Any:
         """The factor that the output is scaled by: 1 / (1 - p), or 1 without dropout."""
         return state.dropout.rescale if state.dropout else Float32(1.0)

@@ -6,6 +6,7 @@ which CTAs divide a row's keys, whether row maxima of the softmax are stale, or 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute
@@ -29,8 +30,8 @@ class MaximaState:
         head_step: elements from one head to the next.
         seqlen_q, heads_left: queries from seqlen_q on, and rows of heads from heads_left on, do not exist.
         score_scale: factor from accumulators to scores.
-        seen: the greatest accumulator that the thread has seen of each of its rows; None on the host, where all threads
-            have one state.
+        largest: the greatest of the thread's accumulators of each row in the current score tile.
+        seen: the greatest one so far. Both are None on the host, where all threads have one state.
     """
 
     first: cute.Pointer
@@ -38,6 +39,7 @@ class MaximaState:
     seqlen_q: Int32
     heads_left: Int32 | None
     score_scale: Float32
+    largest: Any  # cute.Tensor | None
     seen: cute.Tensor | None
 
 
@@ -67,27 +69,30 @@ class Maxima:
             start += Int64(context.first_row)
         else:
             start += Int64(context.batch) * maxima.stride[0]
-        seen = None
+        largest = seen = None
         if on_device():
-            seen = cute.make_rmem_tensor(cute.make_layout(_MOST_ROWS), Float32)
+            largest, seen = (cute.make_rmem_tensor(cute.make_layout(_MOST_ROWS), Float32) for _ in range(2))
             seen.fill(-Float32.inf)
-        own = (context.seqlen_q, context.heads_left, context.score_scale, seen)
+        own = (context.seqlen_q, context.heads_left, context.score_scale, largest, seen)
         return MaximaState(maxima.iterator + start, head_step, *own)
 
     @cute.jit
     def forward(self, state: MaximaState, tile: ScoreTile) -> None:
         """Note the greatest score of each row of a tile; its scores do not change."""
+        seen: Any = state.seen
         for r in cutlass.range_constexpr(len(tile.rows)):
             largest = [tile.acc[r, c] for c in range(min(4, len(tile.cols)))]
             for c in cutlass.range_constexpr(len(largest), len(tile.cols)):
                 largest[c % 4] = fmax(largest[c % 4], tile.acc[r, c])
             for other in cutlass.range_constexpr(1, len(largest)):
                 largest[0] = fmax(largest[0], largest[other])
-            if cutlass.const_expr(state.seen is None):
+            if cutlass.const_expr(seen is None):
                 self._raise(state, tile, r, largest[0])
-            elif largest[0] > state.seen[r]:
-                state.seen[r] = largest[0]
-                self._raise(state, tile, r, largest[0])
+            else:
+                state.largest[r] = largest[0]
+                if largest[0] > seen[r]:
+                    seen[r] = largest[0]
+                    self._raise(state, tile, r, largest[0])
 
     @cute.jit
     def _raise(self, state: MaximaState, tile: ScoreTile, r: Constexpr, largest: Float32) -> None:
