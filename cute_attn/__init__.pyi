@@ -100,6 +100,7 @@ def attention(
     *,
     return_lse: Literal[False] = ...,
     return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_AttentionOptions],
 ) -> Tensor: ...
 @overload
@@ -108,8 +109,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = ...,
     return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[True],
     **options: Unpack[_AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -120,6 +122,7 @@ def attention(
     *,
     return_lse: Literal[False] = ...,
     return_softmax: Literal[True],
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -129,7 +132,30 @@ def attention(
     v: Tensor,
     *,
     return_lse: Literal[True],
+    return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
+    **options: Unpack[_AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[True],
+    **options: Unpack[_AttentionOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
     return_softmax: Literal[True],
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_AttentionOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -155,6 +181,7 @@ def attention_varlen(
     *,
     return_lse: Literal[False] = ...,
     return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_VarlenOptions],
 ) -> Tensor: ...
 @overload
@@ -167,8 +194,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = ...,
     return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[True],
     **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -183,6 +211,7 @@ def attention_varlen(
     *,
     return_lse: Literal[False] = ...,
     return_softmax: Literal[True],
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -196,7 +225,38 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
+    return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
+    **options: Unpack[_VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[True],
+    **options: Unpack[_VarlenOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
     return_softmax: Literal[True],
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -221,6 +281,7 @@ def attention_with_kvcache(
     v_cache: Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_KvcacheOptions],
 ) -> Tensor: ...
 @overload
@@ -229,9 +290,30 @@ def attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = ...,
+    return_max_scores: Literal[True],
     **options: Unpack[_KvcacheOptions],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_scores: Literal[False] = ...,
+    **options: Unpack[_KvcacheOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_scores: Literal[True],
+    **options: Unpack[_KvcacheOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def attention_with_kvcache(
     q: Tensor,
