@@ -42,6 +42,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "api.kvcache": ("attention_with_kvcache",),
     "api.append": ("append_kv",),
     "api.merge": ("merge_attention",),
+    "api.sums": ("attention_sums",),
     "api.block_mask": ("block_mask",),
 }
 _HOME = {name: home for home, names in _NAMES.items() for name in names}
@@ -53,9 +54,9 @@ _MODULES = ("flash_attn", "flex", "lab", "sdpa", "transformers")
 # Spelled out, which type checkers and linters need.
 __all__ = [
     "CompiledKernel", "Epilogue", "Resources", "SpillWarning", "Traits", "Unsupported", "__version__",
-    "append_kv", "attention", "attention_backward", "attention_varlen", "attention_varlen_backward",
-    "attention_with_kvcache", "block_mask", "check_epilogue", "compile", "defaults", "draw_rng_state", "lookup",
-    "mask_mod", "merge_attention", "prebuild", "register", "register_epilogue", "score_mod",
+    "append_kv", "attention", "attention_backward", "attention_sums", "attention_varlen",
+    "attention_varlen_backward", "attention_with_kvcache", "block_mask", "check_epilogue", "compile", "defaults",
+    "draw_rng_state", "lookup", "mask_mod", "merge_attention", "prebuild", "register", "register_epilogue", "score_mod",
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What the package imports on first use, for type checkers and editors.
 
-What a call returns depends on ``return_lse`` and ``return_softmax``; its other options are stated once.
+What a call returns depends on ``return_lse``, ``return_softmax`` and ``return_max_scores``; its other options are
+stated once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from cute_attn.api.attention import (
 )
 from cute_attn.api.block_mask import block_mask
 from cute_attn.api.merge import merge_attention
+from cute_attn.api.sums import attention_sums
 from cute_attn.compiler import CompiledKernel, Resources, SpillWarning, compile, prebuild
 from cute_attn.compiler.registry import Unsupported, defaults, lookup, register
 from cute_attn.epilogues.base import Epilogue
@@ -100,6 +102,7 @@ def attention(
     *,
     return_lse: Literal[False] = ...,
     return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_AttentionOptions],
 ) -> Tensor: ...
 @overload
@@ -108,8 +111,9 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = ...,
     return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[True],
     **options: Unpack[_AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -120,6 +124,7 @@ def attention(
     *,
     return_lse: Literal[False] = ...,
     return_softmax: Literal[True],
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -129,7 +134,30 @@ def attention(
     v: Tensor,
     *,
     return_lse: Literal[True],
+    return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
+    **options: Unpack[_AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[True],
+    **options: Unpack[_AttentionOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
     return_softmax: Literal[True],
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_AttentionOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -140,6 +168,7 @@ def attention(
     *,
     return_lse: bool = ...,
     return_softmax: bool = ...,
+    return_max_scores: bool = ...,
     **options: Unpack[_AttentionOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
@@ -154,6 +183,7 @@ def attention_varlen(
     *,
     return_lse: Literal[False] = ...,
     return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_VarlenOptions],
 ) -> Tensor: ...
 @overload
@@ -166,8 +196,9 @@ def attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = ...,
     return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[True],
     **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -182,6 +213,7 @@ def attention_varlen(
     *,
     return_lse: Literal[False] = ...,
     return_softmax: Literal[True],
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -195,7 +227,38 @@ def attention_varlen(
     max_seqlen_k: int,
     *,
     return_lse: Literal[True],
+    return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
+    **options: Unpack[_VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
+    return_softmax: Literal[False] = ...,
+    return_max_scores: Literal[True],
+    **options: Unpack[_VarlenOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: Literal[True],
     return_softmax: Literal[True],
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_VarlenOptions],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -210,6 +273,7 @@ def attention_varlen(
     *,
     return_lse: bool = ...,
     return_softmax: bool = ...,
+    return_max_scores: bool = ...,
     **options: Unpack[_VarlenOptions],
 ) -> Tensor | tuple[Tensor, ...]: ...
 @overload
@@ -219,6 +283,7 @@ def attention_with_kvcache(
     v_cache: Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_scores: Literal[False] = ...,
     **options: Unpack[_KvcacheOptions],
 ) -> Tensor: ...
 @overload
@@ -227,13 +292,40 @@ def attention_with_kvcache(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    return_lse: Literal[True],
+    return_lse: Literal[False] = ...,
+    return_max_scores: Literal[True],
     **options: Unpack[_KvcacheOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, return_lse: bool = ..., **options: Unpack[_KvcacheOptions]
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_scores: Literal[False] = ...,
+    **options: Unpack[_KvcacheOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_scores: Literal[True],
+    **options: Unpack[_KvcacheOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    return_lse: bool = ...,
+    return_max_scores: bool = ...,
+    **options: Unpack[_KvcacheOptions],
+) -> Tensor | tuple[Tensor, ...]: ...
 
 __version__: str
 _imported_at: float
@@ -249,6 +341,7 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_backward",
+    "attention_sums",
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_kvcache",

@@ -87,6 +87,7 @@ _TOKENS: dict[str, tuple[str, object]] = {
     **{f"sinks_{dtype}": ("sinks", dtype) for dtype in SINK_DTYPES},
     "dropout": ("dropout", "flash"),
     "dropout_mem_efficient": ("dropout", "mem_efficient"),
+    "max_scores": ("max_scores", True),
     "varlen": ("varlen", True),
     "seqused_q": ("seqused_q", True),
     "seqused_k": ("seqused_k", True),
@@ -110,6 +111,7 @@ _BEFORE_EPILOGUES = ("precision", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
     "sinks": ("forward", "jvp", "kvcache", "combine", "combine_stream_k"),
+    "max_scores": ("forward", "kvcache"),
     "bias_grad": ("backward",),
     "lse_grad": ("backward_preprocess",),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
@@ -200,6 +202,7 @@ class Traits:
         sinks: dtype of the attention sinks, one logit per head in the softmax's denominator, or ``""``. The forward
             includes them in LSE; combine adds them once to merged results.
         dropout: ``""``, or which of PyTorch's two dropout masks.
+        max_scores: each row's greatest score is an output, too. Ops forward and kvcache.
         varlen: sequences are packed one after the other, with cumulative lengths.
         seqused_q, seqused_k: lengths limit each batch's queries or keys.
         bias_grad: the bias's gradient is computed too. Op backward, with a bias.
@@ -238,6 +241,7 @@ class Traits:
     epilogues: tuple[str, ...] = field(default=())
     sinks: str = ""
     dropout: str = ""
+    max_scores: bool = False
     varlen: bool = False
     seqused_q: bool = False
     seqused_k: bool = False

@@ -67,6 +67,7 @@ def attention(
     epilogues: Sequence[str] | Mapping[str, Any] = (),
     return_lse: bool = False,
     return_softmax: bool = False,
+    return_max_scores: bool = False,
     kernel: str | None = None,
     tile: Any = None,
     deterministic: bool = False,
@@ -151,6 +152,9 @@ def attention(
     return_softmax : bool
         Also return the softmax, for inspection. On CUDA it is recomputed from lse, in plain torch and without a
         gradient. Not available during CUDA graph capture if the call has lengths, since the host reads them.
+    return_max_scores : bool
+        Also return each row's greatest score, without a gradient and not together with the softmax. QK-clip
+        (arXiv:2507.20534) reads the maximum of each head: ``max_scores.amax((0, 2))``.
     kernel : str, optional
         The kernel, "ARCH" or "ARCH:VARIANT", such as "sm80". Default: the newest generation that supports the call.
     tile : Tile or str, optional
@@ -180,11 +184,13 @@ def attention(
     Returns
     -------
     out : Tensor (batch, seqlen_q, nheads, head_dim_v), q's dtype
-        Returned alone by default; otherwise first in a tuple, followed by lse and softmax if requested.
+        Returned alone by default; otherwise first in a tuple, followed by lse, softmax and max_scores if requested.
     lse : Tensor (batch, nheads, seqlen_q), float32 (float64 for float64 q)
         Natural logarithm; -inf, or the sink, where a query sees no key.
     softmax : Tensor (batch, nheads, seqlen_q, seqlen_k), q's dtype
         Before dropout. Among keys that the query sees, a set sign bit marks an element that dropout drops.
+    max_scores : Tensor (batch, nheads, seqlen_q), dtype of lse
+        Greatest score after all modifications and masks, without the sink; -inf where a query sees no key.
 
     Raises
     ------
@@ -200,6 +206,7 @@ def attention(
     options = (
         False, None, None, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
         return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, same_bits,
+        return_max_scores,
     )  # fmt: skip
     return _attend(tensors, options, out, (score_mod, mask_mod, block_mask))
 
@@ -212,9 +219,9 @@ def attention_varlen(
     softcap: float = 0.0, dropout_p: float = 0.0, dropout_mask: str = "flash", rng_state: Tensor | None = None,
     seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, score_mod: ScoreMod | None = None,
     mask_mod: MaskMod | None = None, block_mask: Any = None, epilogues: Sequence[str] | Mapping[str, Any] = (),
-    return_lse: bool = False, return_softmax: bool = False, kernel: str | None = None, tile: Any = None,
-    deterministic: bool = False, same_bits: bool = False, backward_tile: Any = None,
-    precision: str | None = None, out: Tensor | None = None,
+    return_lse: bool = False, return_softmax: bool = False, return_max_scores: bool = False,
+    kernel: str | None = None, tile: Any = None, deterministic: bool = False, same_bits: bool = False,
+    backward_tile: Any = None, precision: str | None = None, out: Tensor | None = None,
 ) -> Result:  # fmt: skip
     """:func:`attention` for sequences of different lengths, packed one after the other.
 
@@ -238,18 +245,21 @@ def attention_varlen(
         As for :func:`attention`, made for the number of packed sequences, or 1, and for lengths of at least
         max_seqlen_q and max_seqlen_k. Blocks and indices count within a sequence.
     softmax_scale, causal, window, alibi_slopes, sinks, softcap, dropout_p, dropout_mask, rng_state, score_mod, \
-mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, same_bits, backward_tile, precision, out
+mask_mod, epilogues, return_lse, return_softmax, return_max_scores, kernel, tile, deterministic, same_bits, \
+backward_tile, precision, out
         As for :func:`attention`.
 
     Returns
     -------
     out : Tensor (total_q, nheads, head_dim_v)
-        Returned alone, or first in a tuple, followed by lse and softmax if requested. Rows beyond seqused_q are 0
-        (lse: -inf); rows that belong to no sequence are not written.
+        Returned alone, or first in a tuple, followed by lse, softmax and max_scores if requested. Rows beyond
+        seqused_q are 0 (lse: -inf); rows that belong to no sequence are not written.
     lse : Tensor (nheads, total_q)
         As :func:`attention`'s.
     softmax : Tensor (batch, nheads, max_seqlen_q, max_seqlen_k)
         As :func:`attention`'s.
+    max_scores : Tensor (nheads, total_q)
+        As :func:`attention`'s; -inf in rows that belong to no sequence.
 
     Raises
     ------
@@ -262,6 +272,7 @@ mask_mod, epilogues, return_lse, return_softmax, kernel, tile, deterministic, sa
     options = (
         True, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window, softcap, dropout_p, dropout_mask, epilogues,
         return_lse, return_softmax, kernel, tile, deterministic, backward_tile, precision, same_bits,
+        return_max_scores,
     )  # fmt: skip
     return _attend(tensors, options, out, (score_mod, mask_mod, block_mask))
 
@@ -522,6 +533,7 @@ class _Options(NamedTuple):
     backward_tile: Any
     precision: str | None
     same_bits: bool
+    return_max_scores: bool = False
 
     @property
     def longest(self) -> tuple[int | None, int | None] | None:
@@ -593,7 +605,7 @@ _MAX_SEQLEN_K, _DROPOUT_P, _EPILOGUES, _RETURN_LSE, _PRECISION = (
 
 
 def _computed(functions: Functions, tensors: Tensors, given: tuple, out: Tensor | None) -> Outputs:
-    """out, lse, and softmax or None, of a call without a record. Arguments: see :func:`_attend`."""
+    """out, lse, and softmax, max_scores or None, of a call without a record. Arguments: see :func:`_attend`."""
     options = _Options._make(given)
     epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
     call = _call_of(tensors, options._replace(epilogues=epilogues))
@@ -620,9 +632,9 @@ def _under_autocast(tensors: Tensors) -> Tensors:
 
 
 def _result(outputs: Outputs, return_lse: bool) -> Result:
-    out, lse, softmax = outputs
-    if softmax is not None:
-        return (out, lse, softmax) if return_lse else (out, softmax)
+    out, lse, aux = outputs
+    if aux is not None:
+        return (out, lse, aux) if return_lse else (out, aux)
     return (out, lse) if return_lse else out
 
 
@@ -632,8 +644,11 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
     check_present(zip(Call._fields[:NUM_TENSORS], tensors, strict=True), required)
     kernel = kernel_name(options.kernel)
-    flags = ("return_lse", "return_softmax", "deterministic", "same_bits")
+    flags = ("return_lse", "return_softmax", "return_max_scores", "deterministic", "same_bits")
     check_flags(**{name: getattr(options, name) for name in flags})
+    if options.return_softmax and options.return_max_scores:
+        raise ValueError("return_max_scores is True with return_softmax; accepted: one of them")
+    aux = "softmax" if options.return_softmax else "max_scores" if options.return_max_scores else ""
     check_choice("dropout_mask", options.dropout_mask, DROPOUTS)
     tile, backward_tile = tile_text("tile", options.tile), tile_text("backward_tile", options.backward_tile)
     if q.device.type == "cpu" and (kernel or tile or backward_tile):
@@ -647,7 +662,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
         length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
         scale_of(options.softmax_scale, q), mask, window_left, window_right, number("softcap", options.softcap),
         options.dropout_mask if options.dropout_p else "", number("dropout_p", options.dropout_p), names,
-        epilogue_numbers, bool(options.return_softmax), kernel, tile,
+        epilogue_numbers, aux, kernel, tile,
         bool(options.deterministic or options.same_bits), backward_tile, options.precision or "",
         bool(options.same_bits),
     )  # fmt: skip

@@ -38,7 +38,7 @@ _NO_MORE = (
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     """:func:`cute_attn.api.operators.forward` while a transform is active, for a call that has been checked."""
     found = _Forward.apply(call[NUM_TENSORS + 1 :], *call[:NUM_TENSORS], *call.epilogue_tensors)
-    return found if call.return_softmax else (*found, None)
+    return found if call.aux else (*found, None)
 
 
 def differentiates() -> bool:
@@ -105,8 +105,9 @@ def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[
 def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
     if tangents[_FIELDS.index("alibi_slopes")] is not None:
         raise NotImplementedError(NO_TANGENT)
-    if Call.joined(tensors, rest).return_softmax:
-        raise not_in_jvp("return_softmax is True", ": False")
+    aux = Call.joined(tensors, rest).aux
+    if aux:
+        raise not_in_jvp(f"return_{aux} is True", ": False")
     return *(tangents[i] for i in _INDICES), *tangents[NUM_TENSORS:]
 
 
@@ -117,7 +118,7 @@ class _Forward(torch.autograd.Function):
     def forward(rest: tuple, *tensors: Any) -> tuple[Tensor, ...]:
         call = Call.joined(tensors, rest)
         found = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
-        return found if call.return_softmax else found[:2]
+        return found if call.aux else found[:2]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

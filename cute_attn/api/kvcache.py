@@ -13,6 +13,7 @@ from torch import Tensor
 from cute_attn.api import append
 from cute_attn.api.attention import Window, resolve_mask
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, with_block_mask
+from cute_attn.api.operators import nothing
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
@@ -38,6 +39,7 @@ from cute_attn.host.checks import (
 )
 from cute_attn.host.checks import check_lengths as _check_lengths
 from cute_attn.host.choose import check_words
+from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import (
     Tensors,
     has_memory,
@@ -48,7 +50,7 @@ from cute_attn.host.memory import (
     write_owned,
 )
 from cute_attn.host.plans import Plan, no_dispatch_mode
-from cute_attn.host.split_kv import MAX_PARTIALS, known_plan, plan_for
+from cute_attn.host.split_kv import MAX_PARTIALS, empty_maxima, known_plan, plan_for
 from cute_attn.host.split_kv import launch as launch_attention
 from cute_attn.host.values import (
     check_dense,
@@ -72,7 +74,7 @@ _TENSORS = (
 )  # fmt: skip
 _OPTIONS = (
     "rotary_interleaved", "max_seqlen_q", "softmax_scale", "mask", "window_left", "window_right", "softcap",
-    "kernel", "tile", "num_splits", "same_bits", "epilogues", "epilogue_tensors", "epilogue_numbers",
+    "kernel", "tile", "num_splits", "same_bits", "epilogues", "epilogue_tensors", "epilogue_numbers", "aux",
 )  # fmt: skip
 ARGUMENTS = (*_TENSORS[:12], _OPTIONS[0], *_TENSORS[12:], *_OPTIONS[1:])
 """Names of the arguments of the operator ``attention_with_kvcache``, in order. Each is a field of ``Call``."""
@@ -112,6 +114,7 @@ def attention_with_kvcache(
     same_bits: bool = False,
     out: Tensor | None = None,
     return_lse: bool = False,
+    return_max_scores: bool = False,
     kernel: str | None = None,
     tile: Any = None,
     check_lengths: bool = False,
@@ -176,6 +179,8 @@ check_lengths
         Memory for the returned out, instead of a new tensor; must not overlap any other argument.
     return_lse : bool
         Also return the logarithm of each row's sum of exponentials.
+    return_max_scores : bool
+        Also return each row's greatest score, as :func:`cute_attn.attention` does.
     kernel, tile
         As for :func:`cute_attn.attention`.
 
@@ -186,6 +191,8 @@ check_lengths
         values if keys are split (``num_splits``).
     lse : Tensor (batch, nheads, seqlen_q), or packed (nheads, total_q), float32 (float64 for float64 q)
         With return_lse. Natural logarithm; -inf, or the sink, where a query sees no key.
+    max_scores : Tensor, like lse
+        With return_max_scores. -inf where a query sees no key.
 
     Raises
     ------
@@ -206,7 +213,7 @@ check_lengths
     )  # fmt: skip
     options = (
         rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, same_bits, kernel,
-        tile, check_lengths, return_lse, epilogues,
+        tile, check_lengths, return_lse, return_max_scores, epilogues,
     )  # fmt: skip
     functions = (score_mod, mask_mod, block_mask)
     given, read = tensors if out is None else (*tensors, out), ()
@@ -226,7 +233,12 @@ check_lengths
             key, own, read, tables = brought
             given = (*given, *own)
     arguments = (functions, tensors, out, options)
-    if users or check_lengths is not False or type(return_lse) is not bool:
+    if (
+        users
+        or check_lengths is not False
+        or type(return_lse) is not bool
+        or type(return_max_scores) is not bool
+    ):
         found = as_one_node(_attend, *arguments)
     else:
         cached = isinstance(k_cache, Tensor) and not k_cache.is_nested and k_cache.dim() == 4
@@ -234,7 +246,9 @@ check_lengths
         precision = _precision(q) if cached and k_cache.dtype == torch.float32 else ""
         key = ("attention_with_kvcache", key, latent, precision)
         found = plans.repeat(key, given, lambda: as_one_node(_attend, *arguments), read, tables)
-    return found if return_lse else found[0]
+    if return_max_scores:
+        return found if return_lse else (found[0], found[2])
+    return found[:2] if return_lse else found[0]
 
 
 def _precision(q: Any) -> str:
@@ -251,19 +265,18 @@ def _are_latent(k_cache: Tensor, v_cache: Any) -> bool:
     return dense and is_latent(k_cache, v_cache)
 
 
-def _attend(
-    functions: Functions, tensors: Tensors, out: Tensor | None, options: tuple
-) -> tuple[Tensor, Tensor]:
-    """out and lse of a call that repeats no recorded one; tensors: in the order of ``_TENSORS``."""
+def _attend(functions: Functions, tensors: Tensors, out: Tensor | None, options: tuple) -> Outputs:
+    """out, lse, and max_scores or None, of a call that repeats no record; tensors: in the order of ``_TENSORS``."""
     call = Call.of(_TENSORS, tensors)
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
     rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, *others = options
-    same_bits, kernel, tile, check_lengths, return_lse, named = others
+    same_bits, kernel, tile, check_lengths, return_lse, return_max_scores, named = others
     num_splits = python_number(num_splits)
     if not is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
         raise ValueError(f"num_splits is {shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
     check_flags(
-        rotary_interleaved=rotary_interleaved, same_bits=same_bits, return_lse=return_lse, check_lengths=check_lengths
+        rotary_interleaved=rotary_interleaved, same_bits=same_bits, return_lse=return_lse,
+        return_max_scores=return_max_scores, check_lengths=check_lengths,
     )  # fmt: skip
     if not is_one_of(causal, (False, True)):
         raise ValueError(f"causal is {shown(causal)}; accepted: False or True, aligned bottom right")
@@ -278,7 +291,7 @@ def _attend(
         rotary_interleaved=bool(rotary_interleaved), max_seqlen_q=stated if packed else longest,
         softmax_scale=scale_of(softmax_scale, q), mask=mask, window_left=left, window_right=right,
         softcap=number("softcap", softcap), kernel=kernel_name(kernel), tile=tile_text("tile", tile),
-        num_splits=num_splits, same_bits=bool(same_bits),
+        num_splits=num_splits, same_bits=bool(same_bits), aux="max_scores" if return_max_scores else "",
     )  # fmt: skip
     named = all_epilogues(tensors, named, with_block_mask(call, functions))
     epilogues, epilogue_tensors, epilogue_numbers = pack_epilogues(named)
@@ -307,14 +320,14 @@ def _attend(
         check_out(call, out)
     if plan is None:
         call = call._replace(epilogues=with_texts(call.epilogues))
-        found, lse = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
+        found, lse, aux = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
     else:
         direct = out if out is not None and _is_written_directly(out, call.alignment) else None
-        found, lse = attend(call, plan, direct)
+        found, lse, aux = attend(call, plan, direct)
     if out is not None and found is not out:
         found = write_owned(out, found, cu_seqlens_q)
         record.also()
-    return found, lse
+    return found, lse, aux if call.aux else None
 
 
 def _is_written_directly(out: Tensor, alignment: int) -> bool:
@@ -350,16 +363,17 @@ def _call_of(arguments: tuple) -> Call:
     return call._replace(epilogues=without_texts(call.epilogues)) if call.epilogues else call
 
 
-def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor]:
+def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = _call_of(arguments)
     check_attention(call)
     if call.k is not None:
         append.append_by_definition(call)
     lengths = kvcache_reference.Lengths(call.lengths_after(), call.cache_leftpad, call.cu_seqlens_q)
     features, inputs, _ = call.by_definition()
-    return kvcache_reference.attention(
-        _rotated(call), call.cache, call.softmax_scale, lengths, features, inputs
+    out, lse, max_scores = kvcache_reference.attention(
+        *(_rotated(call), call.cache, call.softmax_scale, lengths, features, inputs), return_max_scores=True
     )
+    return out, lse, max_scores if call.aux else out.new_empty(0)
 
 
 def _rotated(call: Call) -> Tensor:
@@ -372,7 +386,7 @@ def _rotated(call: Call) -> Tensor:
     return kvcache_reference.rotate(q.flatten(0, -3), positions, rotary).view(q.shape)
 
 
-def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
+def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Run the append, kvcache and combine kernels that a call needs, on the current stream of q's device."""
     call = _call_of(arguments)
     if call.q.dtype == torch.float32:
@@ -382,10 +396,11 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor]:
         check_attention(call)
         check_append_for_kernels(call)
         plan = plan_for(call)
-    return attend(call, plan)
+    out, lse, aux = attend(call, plan)
+    return out, lse, nothing(out) if aux is None else aux
 
 
-def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attend(call: Call, plan: Plan, out: Tensor | None = None) -> Outputs:
     """Launch the kernels of a checked call; out: None, or memory that kernels can write directly."""
     check_cache_addresses(call)
     call = call.with_positive_scale()
@@ -395,18 +410,24 @@ def attend(call: Call, plan: Plan, out: Tensor | None = None) -> tuple[Tensor, T
         if call.k is not None or rotates:
             rotated = launch_append(call, q if rotates else None)
             q = q if rotated is None else rotated
-        found = launch_attention(plan, call, record.readable(q, call.alignment), out)
+        max_scores = empty_maxima(call)
+        found = launch_attention(plan, call, record.readable(q, call.alignment), out, max_scores=max_scores)
     if call.k is not None:
         record.overwritten(call.k_cache, call.v_cache, beside=(call.k, call.v))
     if out is not None:
         record.overwritten(out, alone=True)
-    return found
+    return *found, max_scores
+
+
+def _fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = _call_of(arguments)
+    return *call.fake_outputs(), call.fake_aux()
 
 
 _SCHEMA = schema(ARGUMENTS, k="Tensor?", v="Tensor?", **append.CACHES)
 define(
-    f"attention_with_kvcache({_SCHEMA}) -> (Tensor out, Tensor lse)",
+    f"attention_with_kvcache({_SCHEMA}) -> (Tensor out, Tensor lse, Tensor aux)",
     attend_cpu,
     attend_cuda,
-    lambda *arguments: _call_of(arguments).fake_outputs(),
+    _fake,
 )

@@ -42,7 +42,7 @@ _EPILOGUES, _KERNEL = (Call._fields.index(name) - NUM_TENSORS - 1 for name in ("
 
 
 def forward(call: Call) -> Outputs:
-    """Return out, lse, and softmax or None. The dispatcher is called only if something observes operators."""
+    """Return out, lse, and ``call.aux`` or None. The dispatcher is called only if something observes operators."""
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         # On the CPU torch follows tangents through the definition, except within transforms.
         if call.q.is_cuda or transforms_are_active():
@@ -55,8 +55,8 @@ def forward(call: Call) -> Outputs:
         check(call)
         return functorch.forward(call)
     call = call._replace(epilogues=with_texts(call.epilogues))
-    out, lse, softmax = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
-    return out, lse, softmax if call.return_softmax else None
+    out, lse, aux = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
+    return out, lse, aux if call.aux else None
 
 
 def run(call: Call) -> Outputs:
@@ -156,14 +156,16 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     check(call)
     named: dict[str, Any] = {name: _with_contiguous_gradient(getattr(call, name)) for name in DIFFERENTIABLE}
     call = call._replace(**named)
-    out, lse, softmax = reference.attention(
-        *call[:3], call.softmax_scale, *call.by_definition(), return_softmax=call.return_softmax
+    out, lse, aux = reference.attention(
+        *(*call[:3], call.softmax_scale, *call.by_definition()),
+        return_softmax=call.aux == "softmax",
+        return_max_scores=call.aux == "max_scores",
     )
     if into is not None:
-        return write_owned(into, out, call.cu_seqlens_q), lse, softmax
+        return write_owned(into, out, call.cu_seqlens_q), lse, aux
     # All inputs have gradients, as on CUDA: zeros for v if only lse is used, and for all if nothing is computed.
     inputs = [*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors]
-    return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), softmax
+    return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), aux
 
 
 def _with_contiguous_gradient(x: Tensor | None) -> Tensor | None:
@@ -199,16 +201,16 @@ def _with_list(arguments: tuple) -> tuple:
 
 
 def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, softmax = forward_cuda(call_of(arguments))
-    return out, lse, _nothing(out) if softmax is None else softmax
+    out, lse, aux = forward_cuda(call_of(arguments))
+    return out, lse, nothing(out) if aux is None else aux
 
 
 def _forward_operator_cpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, softmax = forward_cpu(call_of(arguments))
-    return out, lse, out.new_empty(0) if softmax is None else softmax
+    out, lse, aux = forward_cpu(call_of(arguments))
+    return out, lse, out.new_empty(0) if aux is None else aux
 
 
-def _nothing(like: Tensor) -> Tensor:
+def nothing(like: Tensor) -> Tensor:
     with on_device(like.get_device()):
         return empty((0,), (1,), like.dtype)
 
@@ -234,11 +236,11 @@ def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Call
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = call_of(arguments)
-    return *call.fake_outputs(), call.q.new_empty(call.softmax_shape())
+    return *call.fake_outputs(), call.fake_aux()
 
 
 define(
-    f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor softmax)",
+    f"forward({_ARGUMENTS}) -> (Tensor out, Tensor lse, Tensor aux)",
     _forward_operator_cpu,
     _repeated("forward", _forward_operator, 0),
     _forward_fake,
@@ -251,7 +253,7 @@ define(
 def _backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
     outer, needed, call = arguments[:4], arguments[4], call_of(arguments[5:])
     # Views of one tensor would not have the strides that the fake implementation promises.
-    return _filled(call, _all_gradients(call, outer, tuple(needed), None), _nothing)
+    return _filled(call, _all_gradients(call, outer, tuple(needed), None), nothing)
 
 
 def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
@@ -267,7 +269,7 @@ def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
     pairs = zip(call.epilogue_tensors, flags, strict=False)
     own = tuple(x.detach().requires_grad_() if wanted else x for x, wanted in pairs)
     with below_operators(), torch.enable_grad():
-        outputs = forward_cpu(call._replace(**inputs, epilogue_tensors=own, return_softmax=False))[:2]
+        outputs = forward_cpu(call._replace(**inputs, epilogue_tensors=own, aux=""))[:2]
         loss = _loss(outputs, (out, lse), (grad_out, grad_lse))
     grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
     leaves = (*inputs.values(), *(x for x in own if x.requires_grad))
@@ -419,7 +421,7 @@ class Node(NamedTuple):
 
 def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: Node | None = None) -> None:
     """Save a call for its backward. tensors: q to rng_state, then the epilogues'; with a node, those present."""
-    out, lse, softmax = outputs
+    out, lse, aux = outputs
     ctx.node = node
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, out, lse)
@@ -428,8 +430,8 @@ def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: N
         ctx.epilogues = functorch.epilogues_of(rest)
     elif node.traced:
         ctx.epilogues = [one() for one in node.traced]
-    if softmax is not None:
-        ctx.mark_non_differentiable(softmax)
+    if aux is not None:
+        ctx.mark_non_differentiable(aux)
 
 
 def _differentiate(
@@ -543,8 +545,8 @@ def _transformed(keyset: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The operator under ``grad`` or ``vmap``: called directly, or in traced code."""
     call = call_of(given)
     with functorch.before_operators():
-        out, lse, softmax = functorch.forward(call)
-    return out, lse, out.new_empty(0) if softmax is None else softmax
+        out, lse, aux = functorch.forward(call)
+    return out, lse, out.new_empty(0) if aux is None else aux
 
 
 LIBRARY.impl("forward", _with_derivatives, "Autograd", with_keyset=True)

@@ -12,7 +12,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Pointer
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import nvvm
 
-from cute_attn.device.math import byte_permute, on_device
+from cute_attn.device.math import byte_permute, fmax, on_device
 
 COLUMN_LANES = (4, 8, 16)
 """Lane bits that select one of 8 quads: lanes that differ only in these hold the same columns (transposed: rows)."""
@@ -84,6 +84,17 @@ def exchange_pairs(word: Int32) -> Int32:
     shape, kind = "#nvvm.ld_st_matrix_shape<m = 8, n = 8>", "#nvvm.ld_st_matrix_elt_type<b16>"
     exchanged = nvvm.movmatrix(Int32(word).ir_value(), ir.Attribute.parse(shape), ir.Attribute.parse(kind))
     return Int32(exchanged)
+
+
+def max_to(pointer: Pointer, x: Float32) -> None:
+    """Raise an fp32 in global memory to x, atomically on the device."""
+    if on_device():
+        cute.arch.atomic_fmax(
+            pointer, x + 0.0, sem="relaxed", scope="gpu"
+        )  # -0.0 would compare as an integer
+    else:
+        cell = cute.make_tensor(pointer, cute.make_layout(1))
+        cell[0] = fmax(cell[0], x)
 
 
 def add_to(pointer: Pointer, x: Float32) -> None:

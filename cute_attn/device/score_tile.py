@@ -38,6 +38,7 @@ class ScoreContext:
     first_row: Int32 | None = (
         None  # query 0's row among all sequences' rows, for an epilogue with a row per query
     )
+    heads_left: Int32 | None = None  # ``QueryTile.heads_left``, in tiles of several heads
 
 
 @dataclass(frozen=True)

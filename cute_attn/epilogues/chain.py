@@ -17,6 +17,7 @@ from cute_attn.epilogues.bias import Bias
 from cute_attn.epilogues.dropout import Dropout, DropoutState
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.mask import Mask
+from cute_attn.epilogues.maxima import Maxima, MaximaState
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
@@ -40,11 +41,16 @@ class ScoreState:
     band: Band
     modifiers: tuple
     dropout: DropoutState | None
+    maxima: MaximaState | None = None
 
 
 @dataclass(frozen=True)
 class EpilogueChain:
-    """``modifiers`` change scores, then the mask hides keys; sinks join the softmax's sums; dropout changes P."""
+    """The steps between both products.
+
+    ``modifiers`` change scores, the mask hides keys, ``maxima`` are noted; sinks join the softmax's sums; dropout
+    changes P.
+    """
 
     mask: Mask
     modifiers: tuple[Epilogue, ...]
@@ -53,6 +59,7 @@ class EpilogueChain:
     top_left: bool
     sinks: Sinks | None = None
     differentiable: bool = False  # in a kernel of derivatives: ``forward`` returns values for ``backward``
+    maxima: Maxima | None = None
     visits_lists: bool = False  # only listed blocks; those without a mask leave out the lists' epilogue
 
     @staticmethod
@@ -88,7 +95,8 @@ class EpilogueChain:
         visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]
-        of_traits = (traits.softcap, traits.top_left, sinks, derivatives)
+        maxima = Maxima(traits.varlen) if traits.max_scores else None
+        of_traits = (traits.softcap, traits.top_left, sinks, derivatives, maxima)
         return EpilogueChain(Mask.of(traits), tuple(modifiers), dropout, *of_traits, visits)
 
     @staticmethod
@@ -108,7 +116,8 @@ class EpilogueChain:
     @property
     def _begun_parts(self) -> tuple:
         """The epilogues that have a state per work tile; dropout is last."""
-        return (self.mask, *self.modifiers, *((self.dropout,) if self.dropout else ()))
+        last = (part for part in (self.maxima, self.dropout) if part)
+        return (self.mask, *self.modifiers, *last)
 
     @property
     def may_mask_rows(self) -> bool:
@@ -163,11 +172,12 @@ class EpilogueChain:
         head: Int32,
         nheads: Int32,
         scale: Float32,
+        heads_left: Int32 | None = None,
     ) -> ScoreContext:
         """The context of one work tile, shared by its epilogues."""
         score_scale = args[0] if self.softcap else scale
         first_row = None  # the sequence's first row, in a tensor with a row per query
-        if any(isinstance(m, Tree) for m in self.modifiers):
+        if self.maxima or any(isinstance(m, Tree) for m in self.modifiers):
             first_row = batch * seqlens.max_seqlen_q if seqlens.cu_seqlens_q is None else info.offset_q
         gradient_scale = Float32(1.0)
         if self.dropout:
@@ -177,7 +187,7 @@ class EpilogueChain:
             max_seqlen_q=seqlens.max_seqlen_q, max_seqlen_k=seqlens.max_seqlen_k,
             shift=Int32(0) if self.top_left else info.seqlen_k - info.seqlen_q, softmax_scale=scale,
             score_scale=score_scale, inv_score_scale=1.0 / score_scale, gradient_scale=gradient_scale,
-            first_key=info.first_key, first_row=first_row,
+            first_key=info.first_key, first_row=first_row, heads_left=heads_left,
         )  # fmt: skip
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
@@ -188,13 +198,15 @@ class EpilogueChain:
             if isinstance(part, Bias):
                 context = replace(context, score_scale=Float32(1.0), inv_score_scale=Float32(1.0))
         dropout = begun.pop() if self.dropout else None
-        return ScoreState(begun[0], tuple(begun[1:]), dropout)
+        maxima = begun.pop() if self.maxima else None
+        return ScoreState(begun[0], tuple(begun[1:]), dropout, maxima)
 
     def begin_tile(self, params: Any, tile: Any, head: Int32) -> tuple[ScoreContext, ScoreState]:
         """Begin every epilogue for one head of a work tile. params: the kernel's; tile: has ``info`` and ``batch``."""
         args, seqlens = params.score_args, params.seqlens
         context = self.context(
-            args, seqlens, tile.info, tile.batch, head, params.nheads, params.softmax_scale
+            *(args, seqlens, tile.info, tile.batch, head, params.nheads, params.softmax_scale),
+            heads_left=getattr(tile, "heads_left", None),  # a backward's tiles have none
         )
         return context, self.begin(args, context)
 
@@ -246,6 +258,8 @@ class EpilogueChain:
             self.mask.forward(state.band, tile)
         elif masked and ends is not False:
             run_if(ends, functools.partial(self.mask.forward, state.band, tile))
+        if self.maxima and state.maxima:
+            self.maxima.forward(state.maxima, tile)
         return saved if self.differentiable else ()
 
     def _modify(
@@ -309,6 +323,10 @@ class EpilogueChain:
     ) -> tuple[Float32, ...] | None:
         """The attention sink of each of the thread's rows, see :meth:`Sinks.of_rows`; None without sinks."""
         return self.sinks.of_rows(args[-1], head, heads_left, score_map) if self.sinks else None
+
+    def tile_maxima(self, state: ScoreState) -> cute.Tensor | None:
+        """Where :meth:`forward` leaves the thread's greatest scores of each row of a tile; None without ``maxima``."""
+        return state.maxima.largest if state.maxima else None
 
     def rescale(self, state: ScoreState) -> Any:
         """The factor that the output is scaled by: 1 / (1 - p), or 1 without dropout."""

@@ -21,6 +21,7 @@ class ScoreInputs:
         sinks: (nheads,), attention sinks: natural logits.
         tree_mask: int32 (queries of all sequences, words): bit j of a row is 1 if that query sees the j-th of its
             sequence's last seqlen_q keys.
+        max_scores: fp32 like LSE, -inf: raised to each row's greatest score.
         softcap: the cap.
         dropout_p: dropout probability, in [0, 1).
         rng_state: int64 (2,) on the device: Philox seed and offset.
@@ -34,6 +35,7 @@ class ScoreInputs:
     grad_bias: Any = None
     sinks: Any = None
     tree_mask: Any = None
+    max_scores: Any = None
     softcap: float = 0.0
     dropout_p: float = 0.0
     rng_state: Any = None

@@ -45,6 +45,7 @@ class OnlineSoftmax:
     may_be_large: Constexpr = False  # scores may be beyond LARGE, down to fp32's smallest number
     p_exponent: Constexpr = 0  # P, row_sum and the output are times 2^p_exponent: digits of small P in fp16
     p_dtype: Constexpr = None  # type that P is rounded to; None if it keeps at least 22 bits
+    tile_maxima: Any = None  # cute.Tensor of the maxima of the thread's elements, if they are known
 
     @staticmethod
     def make(
@@ -56,6 +57,7 @@ class OnlineSoftmax:
         may_be_large: bool = False,
         p_exponent: int = 0,
         p_dtype: Any = None,
+        tile_maxima: cute.Tensor | None = None,
     ) -> "OnlineSoftmax":
         """Initial statistics: row_max -inf, row_sum 0.
 
@@ -65,13 +67,14 @@ class OnlineSoftmax:
                 rarely rescaled. P is then at most 2^t, without loss of precision.
             p_exponent: see the attribute; :meth:`finish` undoes it.
             p_dtype: see the attribute and :meth:`rounding`.
+            tile_maxima: see :meth:`EpilogueChain.tile_maxima`.
         """
         if stats is None:
             stats = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
         row_max, row_sum = stats[None, 0], stats[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        options = (may_be_empty, threshold, may_be_large, p_exponent, p_dtype)
+        options = (may_be_empty, threshold, may_be_large, p_exponent, p_dtype, tile_maxima)
         return OnlineSoftmax(row_max, row_sum, scale_log2, *options)
 
     def load_stats(self) -> "OnlineSoftmax":
@@ -92,6 +95,8 @@ class OnlineSoftmax:
     @cute.jit
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:
         """max(row_max[r], the thread's elements of row r)."""
+        if cutlass.const_expr(self.tile_maxima is not None):
+            return fmax(self.row_max[r], self.tile_maxima[r])
         cols = cute.size(acc, mode=[1])
         # Four independent chains hide the latency.
         largest = [self.row_max[r], acc[r, 0], acc[r, 1], acc[r, 2]]

@@ -57,7 +57,7 @@ def flex_attention(
     kernel_options : dict, optional
         Options of PyTorch's kernels; not read.
     return_aux : AuxRequest, optional
-        Also return an AuxOutput, with lse if requested. max_scores is not supported.
+        Also return an AuxOutput, with lse and max_scores if requested.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def flex_attention(
     TypeError, ValueError, Unsupported
         An argument is not as described here, or :func:`cute_attn.attention` raises.
     NotImplementedError
-        max_scores is requested, or a gradient of a captured CUDA tensor must repeat bit for bit.
+        A gradient of a captured CUDA tensor must repeat bit for bit.
 
     Source: torch.nn.attention.flex_attention of torch 2.13, and Dong et al. 2024, arXiv:2412.05496.
     """

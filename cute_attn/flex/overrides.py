@@ -23,7 +23,7 @@ from cute_attn.host.memory import none_overrides, on_device
 from cute_attn.host.values import check_dtype, check_flags, check_present, kind_of, number, shown, wrong_shape
 
 NAME = "flex_attention"
-Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]
+Result = Tensor | tuple[Tensor, ...] | tuple[Tensor, AuxOutput]
 
 # ---- a call by attention ----
 
@@ -45,12 +45,14 @@ def attend(
     found = attention(
         q, k, v, softmax_scale=scale, score_mod=score_mod, block_mask=block_mask,
         return_lse=return_lse if return_aux is None else return_aux.lse,
+        return_max_scores=return_aux is not None and return_aux.max_scores,
     )  # fmt: skip
-    out, lse = found if isinstance(found, tuple) else (found, None)
+    out, *others = found if isinstance(found, tuple) else (found,)
     out = _in_order_of(query, out.transpose(1, 2))
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse)
-    return out if lse is None else (out, lse)
+    if return_aux is None:
+        return (out, *others) if others else out
+    lse = others.pop(0) if return_aux.lse else None
+    return out, AuxOutput(lse=lse, max_scores=others[0] if others else None)
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
@@ -99,14 +101,8 @@ def _check_outputs(return_lse: bool, kernel_options: Any, return_aux: Any) -> No
         )
     if return_aux is not None and not isinstance(return_aux, AuxRequest):
         raise TypeError(f"return_aux is {shown(return_aux)}; accepted: an AuxRequest, or None")
-    if return_aux is None:
-        return
-    if return_lse:
+    if return_aux is not None and return_lse:
         raise ValueError("return_lse is True with return_aux; accepted: one of them")
-    if return_aux.max_scores:
-        raise NotImplementedError(
-            "return_aux asks for max_scores, which no kernel here keeps; accepted: AuxRequest(lse=True)"
-        )
 
 
 # ---- PyTorch's function, replaced ----

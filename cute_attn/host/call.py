@@ -66,6 +66,7 @@ class Call(NamedTuple):
         softcap: 0 for none.
         dropout: one of ``traits.DROPOUTS``, or empty.
         epilogues: users' epilogues, see :func:`pack_epilogues`.
+        aux: the third output: ``"softmax"``, ``"max_scores"``, or empty for none.
         kernel: ``"ARCH"`` or ``"ARCH:VARIANT"`` of the kernel, empty for the newest that supports the call.
         tile: text of the tile's fields to change, empty for the default tile.
         deterministic: whether gradients repeat bit for bit.
@@ -108,7 +109,7 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     epilogues: Sequence[str] = ()
     epilogue_numbers: Sequence[float] = ()
-    return_softmax: bool = False
+    aux: str = ""
     kernel: str = ""
     tile: str = ""
     deterministic: bool = False
@@ -237,10 +238,14 @@ class Call(NamedTuple):
         out, lse = self.output_shapes()
         return self.q.new_empty(out), self.q.new_empty(lse, dtype=self.lse_dtype)
 
+    def fake_aux(self) -> Tensor:
+        """The third output without values, for fake tensors; of size 0 if there is none."""
+        if self.aux == "max_scores":
+            return self.fake_outputs()[1]
+        return self.q.new_empty(self.softmax_shape() if self.aux else (0,))
+
     def softmax_shape(self) -> tuple[int, ...]:
-        """Shape of the softmax; (0,) if it is not returned."""
-        full = (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
-        return full if self.return_softmax else (0,)
+        return (self.batch, self.nheads, self.max_seqlen_q, self.max_seqlen_k)
 
     @property
     def aligned(self) -> bool:
@@ -322,13 +327,17 @@ class Call(NamedTuple):
         lengths = reference.Lengths(*self[3:7], self.max_seqlen_q, self.max_seqlen_k)
         return reference.Features(self.mask, self.dropout, epilogues), self.score_inputs(), lengths
 
-    def score_inputs(self, grad_bias: Tensor | None = None) -> ScoreInputs:
-        """The epilogues' inputs, with tensors as the caller passed them. The backward writes ``grad_bias``."""
+    def score_inputs(self, grad_bias: Tensor | None = None, max_scores: Tensor | None = None) -> ScoreInputs:
+        """The epilogues' inputs, with tensors as the caller passed them.
+
+        The backward writes ``grad_bias``, the forward ``max_scores``.
+        """
         own = (self.epilogues, self.epilogue_tensors, self.epilogue_numbers)
         return ScoreInputs(
             window_left=self.window_left, window_right=self.window_right, alibi_slopes=self.alibi_slopes,
             bias=self.bias, grad_bias=grad_bias, sinks=self.sinks, tree_mask=self.tree_mask, softcap=self.softcap,
-            dropout_p=self.dropout_p, rng_state=self.rng_state, extra=unpack_epilogues(*own) if self.epilogues else {},
+            dropout_p=self.dropout_p, rng_state=self.rng_state, max_scores=max_scores,
+            extra=unpack_epilogues(*own) if self.epilogues else {},
         )  # fmt: skip
 
     def resolved(self) -> Self:
@@ -380,6 +389,7 @@ class Call(NamedTuple):
             "softcap": self.softcap > 0, "alibi": self.alibi_slopes is not None,
             "bias": "" if self.bias is None else DTYPE_NAMES[self.bias.dtype], "epilogues": self.epilogue_names,
             "sinks": self.sinks_dtype if op != "backward" else "", "dropout": self.dropout, "varlen": self.varlen,
+            "max_scores": self.aux == "max_scores" and op in ("forward", "kvcache"),
             "seqused_q": self.seqused_q is not None, "seqused_k": self.seqused_k is not None, "variant": variant,
         }  # fmt: skip
         return Traits(op, arch, dtype, dims[0], **(fields | own))

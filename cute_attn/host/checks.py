@@ -80,7 +80,7 @@ def check_same_bits(call: Call) -> None:
         "block_mask": call.lists_blocks,
         "seqused_q": call.seqused_q is not None,
         "cache_leftpad": call.cache_leftpad is not None,
-        "return_softmax": call.return_softmax,
+        "return_softmax": call.aux == "softmax",
         "a top left mask": "top_left" in call.mask,
         "tile": bool(call.tile or call.backward_tile),
         "num_splits": call.num_splits != 0,

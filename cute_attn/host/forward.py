@@ -34,7 +34,7 @@ Outputs = tuple[Tensor, Tensor, Tensor | None]
 def forward(
     call: Call, out: Tensor | None = None, lse: Tensor | None = None, *, keeps_rows: bool = True
 ) -> Outputs:
-    """out, lse, and the softmax or None, on the current stream of q's device.
+    """out, lse, and ``call.aux`` or None, on the current stream of q's device.
 
     Args:
         out: the tensor to write, with strides that kernels write, or None to allocate it.
@@ -108,7 +108,7 @@ def _launched(
     plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None, *, keeps_rows: bool = True
 ) -> Outputs:
     keeps_rows, q = keeps_rows and out is not None and call.varlen, call.q
-    read = call.return_softmax and any(x is not None for x in call[3:7])
+    read = call.aux == "softmax" and any(x is not None for x in call[3:7])
     if read and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             "return_softmax is True with lengths, which it reads on the host, in a CUDA graph's capture; accepted: "
@@ -124,27 +124,28 @@ def _launched(
     if plan.kernel is None or call.seqused_q is not None:  # rows that no thread writes
         record.step(clear_owned, out, call.cu_seqlens_q if keeps_rows else None)
         record.step(Tensor.fill_, lse, -math.inf)
+    max_scores = split_kv.empty_maxima(call)
     if plan.kernel is None:
         record.also()
         if call.sinks is not None:
             _fill_with_sinks(lse, call)
-        return out, lse, q.new_zeros(call.softmax_shape()) if call.return_softmax else None
+        return out, lse, q.new_zeros(call.softmax_shape()) if call.aux == "softmax" else max_scores
     if plan.kernel.traits.op == "kvcache":
-        return _divided(plan, call, out, lse, keeps_rows=keeps_rows)
+        return *_divided(plan, call, out, lse, max_scores, keeps_rows=keeps_rows), max_scores
     call = call.as_kernels_read()
     if may_read(plan.kernel.traits):
         record.also()
     arguments = {
         "mQ": call.q, "mK": call.k, "mV": call.v, "mO": out, "mLSE": lse, "seqlens": call.seqlens(),
         "softmax_scale": call.softmax_scale, "schedule": record.work_tiles(q.get_device()),
-        "score_args": plan.kernel.score_args(call.score_inputs()),
+        "score_args": plan.kernel.score_args(call.score_inputs(max_scores=max_scores)),
     }  # fmt: skip
     if "fallback" in plan.functions:
         split_fp32.launch_forward(plan, arguments)
     else:
         record.launch(*plan.functions["main"].bind(**arguments))
-    if not call.return_softmax:
-        return out, lse, None
+    if call.aux != "softmax":
+        return out, lse, max_scores
     record.also()
     features, inputs, lengths = call.by_definition()
     softmax = reference.softmax(
@@ -167,20 +168,22 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
     padded = call._replace(q=q, k=k, v=v)
     cuts = not (padding.is_whole(call.v) and padding.is_writable(given))
     written = record.empty(*unpad.layouts[0], out.dtype) if cuts else out
-    _, lse, softmax = _launched(plan_of(padded), padded, written, lse, keeps_rows=not cuts)
+    _, lse, aux = _launched(plan_of(padded), padded, written, lse, keeps_rows=not cuts)
     if cuts:
         unpad.unpad([written], [out], call.cu_seqlens_q)
-    return out, lse, softmax
+    return out, lse, aux
 
 
-def _divided(plan: Plan, call: Call, out: Tensor, lse: Tensor, *, keeps_rows: bool) -> Outputs:
+def _divided(
+    plan: Plan, call: Call, out: Tensor, lse: Tensor, max_scores: Tensor | None = None, *, keeps_rows: bool
+) -> tuple[Tensor, Tensor]:
     """Compute a call with split keys. keeps_rows: keep rows of ``out`` without a sequence; combine would write them."""
     written = record.contiguous(out, tuple(out.shape)) if keeps_rows else out
     call = split_kv.as_cache(call.as_kernels_read())
-    split_kv.launch(plan, call, call.q, written, lse)
+    split_kv.launch(plan, call, call.q, written, lse, max_scores)
     if keeps_rows:
         record.step(write_owned, out, written, call.cu_seqlens_q)
-    return out, lse, None
+    return out, lse
 
 
 def _fill_with_sinks(lse: Tensor, call: Call) -> None:

@@ -102,14 +102,29 @@ class Division(NamedTuple):
     partials: tuple[Layout, ...]
 
 
+def empty_maxima(call: Call) -> Tensor | None:
+    """Memory for the rows' greatest scores, -inf, which kernels raise; None unless the call asks for them."""
+    if call.aux != "max_scores":
+        return None
+    made = record.contiguous(call.q, call.output_shapes()[1], torch.float32)
+    record.step(Tensor.fill_, made, -math.inf)
+    return made
+
+
 def launch(
-    plan: Plan, call: Call, q: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+    plan: Plan,
+    call: Call,
+    q: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch a call with its plan on the current stream, and return out and lse.
 
     Args:
         q: the queries as kernels read them, rotated.
         out, lse: tensors to write, with any strides that kernels write, or None to allocate them.
+        max_scores: from :func:`empty_maxima`.
     """
     starts, shapes = None if out is None else call.cu_seqlens_q, call.output_shapes()
     if out is None:
@@ -131,7 +146,8 @@ def launch(
         partials = outs, lses, split.num_splits, split.split_keys
     if plan.kernel.traits.variant:
         record.also()  # a user's class may read its arguments
-    scores = plan.kernel.score_args(call.as_kernels_read().score_inputs())
+    inputs = call.as_kernels_read().score_inputs(max_scores=max_scores)
+    scores = plan.kernel.score_args(inputs)
     results = {"mO": out, "mLSE": lse}
     k, v = (record.in_place(x, plan.kernel.traits.alignment) for x in (call.k_cache, call.v_cache))
     arguments = {
@@ -247,7 +263,7 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
     """
     if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in KERNEL_DTYPES:
         return False
-    if kernel.traits.top_left or call.return_softmax:
+    if kernel.traits.top_left or call.aux == "softmax":
         return False
     if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
         return False

@@ -272,6 +272,7 @@ def attention(
     lengths: Lengths = FULL_LENGTHS,
     *,
     return_softmax: bool = False,
+    return_max_scores: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute attention by its definition.
@@ -285,6 +286,7 @@ def attention(
         inputs: arguments of ``features``, and softcap, ALiBi slopes and bias; 0 or None switches one off.
         lengths: sequence lengths if they differ from the tensors' sizes.
         return_softmax: also return P.
+        return_max_scores: return the rows' greatest scores in place of P.
         compute_dtype: by default float64 for float64 inputs and float32 for all others. With the inputs' 16-bit dtype
             every step rounds to 16 bits, as in unfused torch code.
 
@@ -294,6 +296,7 @@ def attention(
             float32. It is -inf on rows that see no key, without sinks, and on rows outside all sequences.
         softmax, (batch, nheads, max_seqlen_q, max_seqlen_k) in q's dtype, or None: P before dropout, with the sign bit
             set for dropped elements (0 becomes -0.0); 0 where the mask hides a key and beyond a batch's lengths.
+            With return_max_scores a tensor like lse: -inf where a row sees no key.
     """
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse_dtype = torch.promote_types(dtype, torch.float32)
@@ -304,15 +307,22 @@ def attention(
     out = q4.new_zeros((*q4.shape[:3], v4.shape[3]))
     lse = q4.new_full((q4.shape[0], nheads, q4.shape[1]), -math.inf, dtype=lse_dtype)
     softmax = q4.new_zeros((batch, nheads, *longest)) if return_softmax else None
+    max_scores = torch.full_like(lse, -math.inf) if return_max_scores else None
 
     for block in blocks(q4, k4, lengths, features, longest):
         given = (block.queries(q4), block.keys(k4), block.keys(v4))
         own_q, own_k, own_v = (x.to(dtype) for x in given)
-        piece, piece_lse, p = attend(own_q, own_k, own_v, softmax_scale, features, inputs, block.coords)
+        piece, piece_lse, p, largest = attend(
+            own_q, own_k, own_v, softmax_scale, features, inputs, block.coords
+        )
         out[block.where, block.rows_q, block.heads] = piece.to(out.dtype)
         lse[block.where, block.heads, block.rows_q] = piece_lse.to(lse_dtype)
         if softmax is not None:
             block.write(softmax, p)
+        if max_scores is not None:
+            max_scores[block.where, block.heads, block.rows_q] = largest.to(lse_dtype)
+    if max_scores is not None:
+        return (out[0], lse[0], max_scores[0]) if varlen else (out, lse, max_scores)
     return (out[0], lse[0], softmax) if varlen else (out, lse, softmax)
 
 
@@ -467,8 +477,11 @@ def attend(
     features: Features,
     inputs: ScoreInputs,
     coords: ScoreCoords,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of equally long sequences (batch, seqlen, heads, dim): out, lse, and P with signs for dropout."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention of equally long sequences (batch, seqlen, heads, dim).
+
+    Returns out, lse, P with signs for dropout, and rows' greatest scores.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     scores = modify_scores((q * softmax_scale) @ k.transpose(-1, -2), coords, features, inputs)
     # The maximum only prevents overflow: P does not depend on it, so it needs no gradient.
@@ -476,6 +489,7 @@ def attend(
     row_max = scores.new_full((*q.shape[:3], 1), -math.inf)
     if coords.seqlen_k:
         row_max = scores.detach().amax(-1, keepdim=True)
+    largest = row_max.squeeze(-1)
     if sinks is not None:
         row_max = torch.maximum(row_max, sinks.detach())
     row_max = row_max.masked_fill(row_max == -math.inf, 0.0)
@@ -488,10 +502,10 @@ def attend(
     p = p / row_sum
     lse = (torch.log(row_sum) + row_max).masked_fill(empty, -math.inf).squeeze(-1)
     if not features.dropout:
-        return (p @ v).transpose(1, 2), lse, p
+        return (p @ v).transpose(1, 2), lse, p, largest
     keep = DROPOUT_KEEP[features.dropout](coords, inputs.dropout_p, inputs.rng_state)
     out = (p * keep) @ v * (1.0 / (1.0 - inputs.dropout_p))
-    return out.transpose(1, 2), lse, _with_signs(p, keep, coords, features, inputs)
+    return out.transpose(1, 2), lse, _with_signs(p, keep, coords, features, inputs), largest
 
 
 def _with_signs(

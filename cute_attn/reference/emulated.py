@@ -141,7 +141,8 @@ def every_sequence(buffers: Any, seqlens: Seqlens, args: Any, scale: Float32, ke
         info = SeqlenInfo.read(seqlens, batch)
         for pack in cutlass.range(packs):
             chain = kernel.epilogues
-            context = chain.context(args, seqlens, info, batch, pack * heads, packs * heads, scale)
+            sizes = (pack * heads, packs * heads, scale, Int32(heads))
+            context = chain.context(args, seqlens, info, batch, *sizes)
             state = chain.begin(args, context)
             plane = _plane(buffers, batch, pack)
             for row0 in cutlass.range(0, info.seqlen_q * heads, kernel.tile.tile_m):

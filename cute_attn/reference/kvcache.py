@@ -24,6 +24,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,7 +157,9 @@ def attention(
     lengths: Lengths,
     features: reference.Features = reference.PLAIN,
     inputs: reference.ScoreInputs = reference.NO_INPUTS,
-) -> tuple[Tensor, Tensor]:
+    *,
+    return_max_scores: bool = False,
+) -> tuple[Tensor, ...]:
     """Compute attention with the keys in the cache.
 
     Args:
@@ -167,7 +170,8 @@ def attention(
         features, inputs: see :func:`cute_attn.reference.attention`; indices of keys count from leftpad.
 
     Returns:
-        out, like q with head_dim_v, and lse, (batch, nheads, seqlen_q) or packed (nheads, total), natural log.
+        out, like q with head_dim_v, and lse, (batch, nheads, seqlen_q) or packed (nheads, total), natural log; with
+        return_max_scores also the rows' greatest scores, like lse.
     """
     queries = sequences(q, lengths.cu_seqlens_q)
     ends = [cache.capacity] * len(queries)
@@ -179,13 +183,17 @@ def attention(
     lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full(lse_shape, -math.inf, dtype=dtype)
-    lses = [x.transpose(0, 1) for x in sequences(lse.T, lengths.cu_seqlens_q)] if packed else list(lse)
+    max_scores = torch.full_like(lse, -math.inf)
+    lses, maxima = (
+        [own.transpose(0, 1) for own in sequences(x.T, lengths.cu_seqlens_q)] if packed else list(x)
+        for x in (lse, max_scores)
+    )
     trees = None
     if inputs.tree_mask is not None:
         tree = inputs.tree_mask if packed else inputs.tree_mask.unflatten(0, q.shape[:2])
         trees = sequences(tree, lengths.cu_seqlens_q)
-    for b, (own_q, own_out, own_lse) in enumerate(
-        zip(queries, sequences(out, lengths.cu_seqlens_q), lses, strict=True)
+    for b, (own_q, own_out, own_lse, own_maxima) in enumerate(
+        zip(queries, sequences(out, lengths.cu_seqlens_q), lses, maxima, strict=True)
     ):
         begin = max(begins[b], 0)
         where = cache.rows(b, begin, max(begin, ends[b]))
@@ -199,10 +207,14 @@ def attention(
         if trees is not None:
             epilogues = (tree_epilogue(trees[b]), *epilogues)
         own_features = dataclasses.replace(features, epilogues=epilogues)
-        found, found_lse, _ = reference.attention(own_q.unsqueeze(0), k, v, softmax_scale, own_features, own)
-        own_out.copy_(found[0])
-        own_lse.copy_(found_lse[0])
-    return out, lse
+        found: Any = reference.attention(
+            *(own_q.unsqueeze(0), k, v, softmax_scale, own_features, own), return_max_scores=return_max_scores
+        )
+        own_out.copy_(found[0][0])
+        own_lse.copy_(found[1][0])
+        if return_max_scores:
+            own_maxima.copy_(found[2][0])
+    return (out, lse, max_scores) if return_max_scores else (out, lse)
 
 
 def tree_epilogue(rows: Tensor) -> reference.Epilogue:

@@ -183,7 +183,7 @@ def forward(
     if request.dropout_p:
         state = record.drawn(functools.partial(draw, request, device, options.rng))
     prepared = _kernel_inputs(inputs, heads_first)
-    call = translated(request, prepared, state)._replace(return_softmax=return_softmax)
+    call = translated(request, prepared, state)._replace(aux="softmax" if return_softmax else "")
     output = Output.of(inputs[0], request.v[-1], heads_first, request.backend)
     if runs_kernels(prepared.q):
         with on_device(prepared.q.get_device()):

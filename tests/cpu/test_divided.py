@@ -28,7 +28,8 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
     seqused_k = changes.pop("seqused_k", None)
     lengths[3] = seqused_k
     options = dict.fromkeys(_Options._fields) | dict.fromkeys(("softcap", "dropout_p"), 0.0)
-    options |= dict.fromkeys(("causal", "return_lse", "return_softmax", "deterministic", "same_bits"), False)
+    flags = ("causal", "return_lse", "return_softmax", "return_max_scores", "deterministic", "same_bits")
+    options |= dict.fromkeys(flags, False)
     options |= {"precision": "", "varlen": packed, "max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k}
     options |= {"window": (None, None), "dropout_mask": "flash", "epilogues": ()}
     return _call_of((q, k, k, *lengths, *tensors.values()), _Options(**options | changes))

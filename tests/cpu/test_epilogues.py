@@ -107,6 +107,29 @@ def test_the_whole_chain(name, dropout):
         assert torch.equal(got.dropped[seen], ~keep_mask(tiling, problem)[seen]) and got.dropped.any()
 
 
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        (SMALL, "causal-alibi-max_scores"),
+        ("warps2x4-32x128", "softcap-max_scores"),
+        ("wgmma2-128x112", "window-bias_fp16-max_scores-varlen"),
+    ],
+)
+def test_greatest_scores(name, features):
+    """Rows that see no key keep -inf, and padding rows write nothing."""
+    tiling = TILINGS[name].of(features)
+    for seqlen_q, seqlen_k in ((130, 259), (70, 40)):
+        given = inputs_of(features, 2, 2, seqlen_q, seqlen_k) | {"window_left": 100}
+        shape = (2, 2 * seqlen_q) if tiling.traits.varlen else (2, 2, seqlen_q)
+        found = torch.full(shape, -torch.inf)
+        problem = Scores.random(2, 2, seqlen_q, seqlen_k, **given, max_scores=found)
+        compare(tiling, problem)
+        expected = problem.expected_scores(tiling.traits).amax(-1)
+        if tiling.traits.varlen:
+            expected = expected.transpose(0, 1).flatten(1)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-6)
+
+
 # ---- masks ----
 
 LENGTHS = [(64, 64), (1, 1), (130, 200), (200, 130), (65, 321), (321, 63), (5, 128), (128, 7)]
@@ -415,6 +438,7 @@ def test_rows_that_see_nothing():
         ("wgmma1-64x80", 64, "window-softcap-alibi-sinks_fp32"),
         ("wgmma2-128x112", 16, ""),
         ("wgmma2-128x112", 16, "causal-alibi"),
+        ("wgmma1-64x80", 8, "causal-alibi-max_scores"),
     ],
 )
 def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
@@ -429,9 +453,14 @@ def test_rows_have_the_scores_of_their_query_and_head(name, heads, features):
             sinks=3 * torch.randn(2 * heads) if "sinks" in features else None,
             window_left=20,
             window_right=3,
+            max_scores=torch.full((1, 2 * heads, seqlen_q), -torch.inf),
         )
         first = [heads * (head // heads) for head in range(2 * heads)]
-        got = compare(tiling, replace(problem, k=problem.k[:, :, first], v=problem.v[:, :, first]))
+        problem = replace(problem, k=problem.k[:, :, first], v=problem.v[:, :, first])
+        got = compare(tiling, problem)
+        if tiling.traits.max_scores:
+            expected = problem.expected_scores(tiling.traits).amax(-1)
+            torch.testing.assert_close(problem.inputs.max_scores, expected, atol=2e-5, rtol=2e-6)
         assert got.visits.shape[1] == 2 and got.visits.shape[2] == -(-seqlen_q * heads // tiling.tile.tile_m)
 
 

@@ -263,8 +263,6 @@ flex_attention(q, k, v, scale="1") -> TypeError: scale is '1'; accepted: a Pytho
 flex_attention(q, k, v, kernel_options=3) -> TypeError: kernel_options is 3; accepted: a dict, which is not read
 flex_attention(q, k, v, return_aux=True) -> TypeError: return_aux is True; accepted: an AuxRequest, or None
 flex_attention(q, k, v, return_aux=AuxRequest(), return_lse=True) -> ValueError: return_lse is True with return_aux
-flex_attention(q, k, v, return_aux=AuxRequest(max_scores=True))
-    -> NotImplementedError: return_aux asks for max_scores, which no kernel here keeps
 flex_attention(q, k, v, block_mask=causal) -> TypeError: block_mask is ...; accepted: torch's BlockMask, or None
 flex_attention(k, k, v, block_mask=CPU_MASK) -> ValueError: block_mask has 100 queries; accepted: 150 or more
 flex_attention(q, k, v, block_mask=SMALL_MASK) -> ValueError: block_mask has 64 queries; accepted: 100 or more

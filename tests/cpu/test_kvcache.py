@@ -114,7 +114,7 @@ def params_of(problem: Problem, **options) -> Call:
         @staticmethod
         def default(*arguments):
             seen.append(Call.of(kvcache.ARGUMENTS, arguments))
-            return problem.q, problem.q
+            return problem.q, problem.q, problem.q
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops.cute_attn, "attention_with_kvcache", Operator)
@@ -129,7 +129,7 @@ def arguments_of(problem: Problem, **options) -> tuple:
 def check_attention(problem: Problem, expected: Problem, **options):
     for slopes in (problem, expected):
         slopes.slopes = None if slopes.slopes is None else slopes.slopes.float()
-    found = kvcache.attend_cuda(*arguments_of(problem, **options))
+    found = kvcache.attend_cuda(*arguments_of(problem, **options))[:2]
     torch.testing.assert_close(found, expected.run(), rtol=1e-3, atol=1e-3)
     for one, whole in zip((problem.k, problem.v), (expected.k, expected.v), strict=True):
         if one.dtype == torch.float32:
@@ -257,7 +257,7 @@ def test_a_kernel_gets_a_positive_scale(scale, cuda_on_cpu):
             one.slopes = one.slopes.float()
         options = expected.options() | {"softmax_scale": scale, "return_lse": True}
         exact = attention_with_kvcache(expected.q, expected.k, expected.v, **options)
-        found = kvcache.attend_cuda(*arguments_of(problem, softmax_scale=scale))
+        found = kvcache.attend_cuda(*arguments_of(problem, softmax_scale=scale))[:2]
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
 
 

@@ -50,7 +50,7 @@ CHANGES = {
     "window_alibi": {"mask": "window", "window_left": 3, "window_right": 2, "alibi_slopes": randn(4).abs()},
     "bias": {"bias": randn(1, 4, 1, 11)},
     "sinks": {"sinks": randn(4), "mask": "causal"},
-    "dropout_softmax": {"dropout": "flash", "dropout_p": 0.3, "rng_state": RNG, "return_softmax": True},
+    "dropout_softmax": {"dropout": "flash", "dropout_p": 0.3, "rng_state": RNG, "aux": "softmax"},
     "mem_efficient": {"dropout": "mem_efficient", "dropout_p": 0.3, "rng_state": RNG},
     "seqused_k": {"seqused_k": torch.tensor([3, 11], dtype=torch.int32)},
     "varlen": {"cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "max_seqlen_q": 5, "max_seqlen_k": 5},

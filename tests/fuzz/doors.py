@@ -61,11 +61,17 @@ def _lengths(case: Case, inputs: Inputs) -> Tensor | None:
 
 
 def _named(found: Any) -> Results:
-    return dict(zip(("out", "lse"), found, strict=False)) if isinstance(found, tuple) else {"out": found}
+    names = ("out", "lse", "max_scores")
+    return dict(zip(names, found, strict=False)) if isinstance(found, tuple) else {"out": found}
+
+
+def _maxima(case: Case) -> dict[str, bool]:
+    """The option for the rows' greatest scores, in every other case."""
+    return {"return_max_scores": case.extra % 2 == 1}
 
 
 def _attention(case: Case, inputs: Inputs, functions: Functions | None = None, **other: Any) -> Results:
-    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)} | other
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)} | _maxima(case) | other
     return _named(attention(inputs.q, inputs.k, inputs.v, **own))
 
 
@@ -104,7 +110,7 @@ def _backward(case: Case, inputs: Inputs, functions: Functions) -> Results:
 
 
 def _varlen(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)}
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)} | _maxima(case)
     lengths = (*_cu_seqlens(case, inputs), *case.longest)
     return _named(attention_varlen(inputs.q, inputs.k, inputs.v, *lengths, **own))
 
@@ -231,7 +237,7 @@ def _cache(case: Case, inputs: Inputs) -> dict[str, Any]:
 
 
 def _kvcache(case: Case, inputs: Inputs, functions: Functions) -> Results:
-    own = _options(case, inputs, functions) | _cache(case, inputs)
+    own = _options(case, inputs, functions) | _cache(case, inputs) | _maxima(case)
     return _named(cute_attn.attention_with_kvcache(inputs.q, own.pop("k_cache"), own.pop("v_cache"), **own))
 
 
@@ -262,6 +268,15 @@ def _merge(case: Case, inputs: Inputs, functions: Functions) -> Results:
     if case.dtype == "fp64":
         lses = tuple(x.double() for x in lses)
     return _named(cute_attn.merge_attention(outs, lses, sinks=inputs.sinks))
+
+
+def _sums(case: Case, inputs: Inputs, functions: Functions) -> Results:
+    own = _options(case, inputs, functions) | {"seqused_k": _lengths(case, inputs)}
+    del own["bias"], own["return_lse"]
+    if case.lengths:
+        own |= dict(zip(("cu_seqlens_q", "cu_seqlens_k"), _cu_seqlens(case, inputs), strict=True))
+        own |= dict(zip(("max_seqlen_q", "max_seqlen_k"), case.longest, strict=True))
+    return {"sums": cute_attn.attention_sums(inputs.q, inputs.k, **own)}
 
 
 def _registered(case: Case, inputs: Inputs, functions: Functions) -> Results:
@@ -331,5 +346,6 @@ DOORS = {
         (*SCORES, "mostly_nonempty", "bias", "sinks", "used", "score", "mask", "only_mask"),
         ALL,
     ),
+    "attention_sums": Door(_sums, (*SCORES, "sinks", "lengths", "used", "score", "mask")),
     "merge_attention": Door(_merge, ("scale", "softcap", "gqa", "layout", "head_dim_v", "sinks"), ALL),
 }

@@ -130,7 +130,7 @@ def _copied(case: Case, inputs: Inputs, dtype: torch.dtype | None = None) -> Inp
 
 def _defined(case: Case, inputs: Inputs, functions: Functions, dtype: torch.dtype) -> Results:
     """The oracle's results for all sequences, with gradients."""
-    outs, lses, starts = [], [], [0, 0]
+    outs, lses, maxima, sums, starts = [], [], [], [], [0, 0]
     for b, (rows, keys) in enumerate(case.sequences):
         q, k, v = inputs.q, inputs.k, inputs.v
         if case.lengths:
@@ -156,27 +156,38 @@ def _defined(case: Case, inputs: Inputs, functions: Functions, dtype: torch.dtyp
         out, lse = oracle.attend(q, k, v, options, dtype, b, shift)
         outs.append(out)
         lses.append(lse)
+        with torch.no_grad():
+            scores = oracle.scores(q, k, options, dtype, b, shift)
+        maxima.append(scores.amax(-1) if len(k) else torch.full_like(lse, -torch.inf).detach())
+        if case.door == "attention_sums":
+            p = (scores - lse[..., None]).exp().nan_to_num(0.0)
+            sums.append(torch.nn.functional.pad(p.sum(1), (0, keys - len(k))))
     if case.lengths:
-        found = {"out": torch.cat(outs), "lse": torch.cat(lses, -1)}
+        found = {"out": torch.cat(outs), "lse": torch.cat(lses, -1), "max_scores": torch.cat(maxima, -1)}
     else:
         rows, heads = case.seqlen_q, case.nheads
         empty = inputs.q.new_zeros
         found = {
             "out": torch.stack(outs) if outs else empty(0, rows, heads, case.head_dim_v, dtype=dtype),
             "lse": torch.stack(lses) if lses else empty(0, heads, rows, dtype=dtype),
+            "max_scores": torch.stack(maxima) if lses else empty(0, heads, rows, dtype=dtype),
         }
+    if sums:
+        found["sums"] = torch.cat(sums, -1) if case.lengths else torch.stack(sums)
     return found | _gradients(case, found, inputs.leaves(case, functions))
 
 
 def _gradients(case: Case, found: Results, leaves: dict[str, Tensor]) -> Results:
     """Gradients of the leaves, for random gradients of out and, if the case's seed is odd, of lse."""
+    if not leaves:
+        return {}
     generator = torch.Generator().manual_seed(case.seed)
     outputs = [found["out"]] + (
         [found["lse"]] if "lse" in found and case.seed % 2 and case.door != "sdpa" else []
     )
     weights = [torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x) for x in outputs]
     pairs = [pair for pair in zip(outputs, weights, strict=True) if pair[0].requires_grad]
-    if not leaves or not pairs:
+    if not pairs:
         return {f"d{name}": torch.zeros_like(x) for name, x in leaves.items()}
     outputs, weights = zip(*pairs, strict=True)
     gradients = torch.autograd.grad(
@@ -209,7 +220,7 @@ def _compare(case: Case, got: Results, exact: Results, plain: Results, floor: fl
         try:
             three = (x.detach() for x in (found, exact[name], plain[name]))
             factor = checks.GRADIENT if is_gradient else checks.FORWARD
-            roundings = 32 if name == "lse" else 8 if is_gradient else 2
+            roundings = 32 if name in ("lse", "max_scores", "sums") else 8 if is_gradient else 2
             checks.check(name, *three, factor=factor, roundings=roundings, floor=max(floor, own) * size)
         except AssertionError as error:
             raise Fault(str(error)) from None

@@ -39,10 +39,15 @@ def attend(
 
     dtype: of both products; everything between them is in fp32 or better. shift: position of query 0.
     """
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    v = v.to(dtype).repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return weighted(scores(q, k, options, dtype, batch, shift), v, options.sinks)
+
+
+def scores(q: Tensor, k: Tensor, options: Options, dtype: torch.dtype, batch: int, shift: int) -> Tensor:
+    """Scores (heads, rows, keys) before the softmax; arguments as of :func:`attend`."""
+    k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)
     products = torch.einsum("qhd,khd->hqk", q.to(dtype), k).to(torch.promote_types(dtype, torch.float32))
-    return weighted(modified(products * options.scale, options, batch, shift), v, options.sinks)
+    return modified(products * options.scale, options, batch, shift)
 
 
 def modified(scores: Tensor, options: Options, batch: int, shift: int) -> Tensor:

@@ -105,6 +105,7 @@ class Consumer(ForwardRole):
             threshold=self.kernel.tile.rescale_threshold,
             may_be_large=chain.may_be_large,
             p_dtype=self.kernel.dtype,
+            tile_maxima=chain.tile_maxima(state),
         )
         return self.loop(
             self.kernel, self.storage, self.thread, tile, blocks, state, score_map, softmax, uses

@@ -210,7 +210,7 @@ class ForwardTerms(FollowsSplit):
     @property
     def folds_factor(self) -> bool:
         """True if the softmax applies the factor that undoes the scales of Q and K: nothing else reads scores."""
-        return not (self.two_terms or self.epilogues.modifiers)
+        return not (self.two_terms or self.epilogues.modifiers or self.traits.max_scores)
 
     @property
     def scores_may_be_large(self) -> bool:

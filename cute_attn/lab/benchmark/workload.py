@@ -274,8 +274,10 @@ def of_traits(traits: Traits, seqlen: int) -> Workload:
         raise ValueError(
             f"{traits} is neither a forward nor a backward; accepted: forward or backward kernels"
         )
-    if traits.seqused_q or traits.seqused_k or traits.top_left:
-        raise ValueError(f"{traits} cannot be timed by name; accepted: no seqused or top-left masks")
+    if traits.seqused_q or traits.seqused_k or traits.top_left or traits.max_scores:
+        raise ValueError(
+            f"{traits} cannot be timed by name; accepted: no seqused, top-left masks or max_scores"
+        )
     workload = standard(
         traits.head_dim, seqlen, head_dim_v=traits.head_dim_v, dtype=traits.dtype,
         causal=traits.causal or traits.windowed, window=WINDOW if traits.windowed else 0, op=traits.op,

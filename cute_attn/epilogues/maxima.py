@@ -1,0 +1,105 @@
+"""Each row's greatest score, for training that clips weights by it (QK-clip, Kimi K2, arXiv:2507.20534).
+
+Scores are compared after all epilogues and masks, and without sinks. A thread keeps the greatest score that it has seen
+of each of its rows in a work tile, and only a greater one goes to memory, by an atomic maximum. So it does not matter
+which CTAs divide a row's keys, whether row maxima of the softmax are stale, or whether a work tile is replayed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_attn.device.lanes import max_to
+from cute_attn.device.math import fmax, on_device
+from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.epilogues.inputs import ScoreInputs
+
+_MOST_ROWS = 32
+"""At least as many rows as a thread of any kernel has in a score tile; registers of the others do not exist."""
+
+
+@dataclass(frozen=True)
+class MaximaState:
+    """A work tile's maxima.
+
+    Attributes:
+        first: the address of query 0 of the tile's first head.
+        head_step: elements from one head to the next.
+        seqlen_q, heads_left: queries from seqlen_q on, and rows of heads from heads_left on, do not exist.
+        score_scale: factor from accumulators to scores.
+        largest: the greatest of the thread's accumulators of each row in the current score tile.
+        seen: the greatest one so far. Both are None on the host, where all threads have one state.
+    """
+
+    first: cute.Pointer
+    head_step: Int64
+    seqlen_q: Int32
+    heads_left: Int32 | None
+    score_scale: Float32
+    largest: Any  # cute.Tensor | None
+    seen: cute.Tensor | None
+
+
+@dataclass(frozen=True)
+class Maxima:
+    """Raises fp32 numbers (batch, nheads, seqlen_q), or packed (nheads, total_q), to the rows' greatest scores."""
+
+    varlen: bool
+
+    def fake_args(self) -> tuple:
+        """A fake tensor of the maxima."""
+        dims = 1 if self.varlen else 2
+        shape = tuple(cute.sym_int() for _ in range(dims + 1))
+        stride = (*(cute.sym_int64() for _ in range(dims)), 1)
+        return (make_fake_tensor(Float32, shape, stride=stride, assumed_align=4),)
+
+    def host_args(self, inputs: ScoreInputs) -> tuple:
+        """The maxima of one launch."""
+        return (inputs.max_scores,)
+
+    def begin(self, args: tuple, context: ScoreContext) -> MaximaState:
+        """The state of a work tile whose thread has seen no score."""
+        (maxima,) = args
+        head_step = Int64(maxima.stride[-2])
+        start = Int64(context.head) * head_step
+        if self.varlen:
+            start += Int64(context.first_row)
+        else:
+            start += Int64(context.batch) * maxima.stride[0]
+        largest = seen = None
+        if on_device():
+            largest, seen = (cute.make_rmem_tensor(cute.make_layout(_MOST_ROWS), Float32) for _ in range(2))
+            seen.fill(-Float32.inf)
+        own = (context.seqlen_q, context.heads_left, context.score_scale, largest, seen)
+        return MaximaState(maxima.iterator + start, head_step, *own)
+
+    @cute.jit
+    def forward(self, state: MaximaState, tile: ScoreTile) -> None:
+        """Note the greatest score of each row of a tile; its scores do not change."""
+        seen: Any = state.seen
+        for r in cutlass.range_constexpr(len(tile.rows)):
+            largest = [tile.acc[r, c] for c in range(min(4, len(tile.cols)))]
+            for c in cutlass.range_constexpr(len(largest), len(tile.cols)):
+                largest[c % 4] = fmax(largest[c % 4], tile.acc[r, c])
+            for other in cutlass.range_constexpr(1, len(largest)):
+                largest[0] = fmax(largest[0], largest[other])
+            if cutlass.const_expr(seen is None):
+                self._raise(state, tile, r, largest[0])
+            else:
+                state.largest[r] = largest[0]
+                if largest[0] > seen[r]:
+                    seen[r] = largest[0]
+                    self._raise(state, tile, r, largest[0])
+
+    @cute.jit
+    def _raise(self, state: MaximaState, tile: ScoreTile, r: Constexpr, largest: Float32) -> None:
+        query = tile.row0 + tile.rows[r]
+        exists, place = query < state.seqlen_q, Int64(query)
+        if cutlass.const_expr(tile.heads is not None):
+            exists = exists & (tile.heads[r] < state.heads_left)
+            place += Int64(tile.heads[r]) * state.head_step
+        if exists:
+            max_to(state.first + place, largest * state.score_scale)
