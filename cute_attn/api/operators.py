@@ -451,15 +451,17 @@ def _differentiate(
         if found is not None:
             return found
 
+    every = tensors if node is None else node.all_of(tensors)
+
     def run() -> tuple[Tensor | None, ...]:
-        call = Call.joined(tensors if node is None else node.all_of(tensors), ctx.rest)
+        call = Call.joined(every, ctx.rest)
         return backward(call, grad_out, grad_lse, out, lse, wanted, node is not None)
 
     if key is not None:
         return plans.recorded(key, given, run)
     if not torch.is_grad_enabled():
         return run()
-    return functorch.gradients(ctx.rest, wanted, (grad_out, grad_lse, out, lse, *tensors))
+    return functorch.gradients(ctx.rest, wanted, (grad_out, grad_lse, out, lse, *every))
 
 
 _FIRST = 3

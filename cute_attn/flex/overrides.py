@@ -51,8 +51,9 @@ def attend(
     out = _in_order_of(query, out.transpose(1, 2))
     if return_aux is None:
         return (out, *others) if others else out
-    lse = others.pop(0) if return_aux.lse else None
-    return out, AuxOutput(lse=lse, max_scores=others[0] if others else None)
+    return out, AuxOutput(
+        lse=others[0] if return_aux.lse else None, max_scores=others[-1] if return_aux.max_scores else None
+    )
 
 
 def _in_order_of(query: Tensor, out: Tensor) -> Tensor:

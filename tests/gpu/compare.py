@@ -70,7 +70,7 @@ def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Random numbers on the GPU, from a seed."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
 def int32(*values: Any) -> Tensor:
