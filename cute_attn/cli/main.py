@@ -6,7 +6,6 @@ what they mean.
 
 import contextlib
 import importlib.util
-import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from cute_attn.compiler import compile, default_target, prebuild, registry
 from cute_attn.compiler.cache import needed_cache
 from cute_attn.epilogues.names import example_args
 from cute_attn.lab.tables import Table, brief_tile, counted, sized
-from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS
+from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS, text_of
 from cute_attn.traits import OPS, Traits, did_you_mean
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -344,7 +343,7 @@ def check_kernel(name: options.Name, tile: options.TileText = "", target: option
         problems += _check_epilogues(console, traits)
     runs = torch.cuda.is_available()
     if runs:
-        problems += _check_on_gpu(console, traits, tile)
+        problems += _check_on_gpu(console, traits, kernel.tile if tile else None)
     if problems:
         console.print(f"[red]failed: {'; '.join(problems)}")
         raise typer.Exit(1)
@@ -370,10 +369,11 @@ def _check_epilogues(console: Console, traits: Traits) -> list[str]:
     return failed
 
 
-def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
+def _check_on_gpu(console: Console, traits: Traits, tile: Any) -> list[str]:
     table = Table("workload", "error", "plain torch's", "allowed", "")
     failed = 0
-    for workload, found in lab.check.check_workloads(traits, lab.check.small_workloads(traits), tile or None):
+    workloads = lab.check.small_workloads(traits, tile)
+    for workload, found in lab.check.check_workloads(traits, workloads, text_of(tile) or None):
         failed += not found.passed
         numbers = (f"{x:.2e}" for x in (found.error, found.plain, found.allowed))
         table.add_row(workload.name, *numbers, "ok" if found.passed else "[red]wrong")
@@ -445,11 +445,7 @@ def cache_list(
     """What is on disk: how many kernels, or with --all each of them, the most recently used first."""
     cache = needed_cache("the cache commands need")
     entries = cache.entries()
-    if as_json:
-        print(
-            json.dumps([{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries], indent=1)
-        )
-        return
+    rows = [{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries]
     title = (
         f"{counted(len(entries), 'kernel')}, {sized(sum(entry.size for entry in entries))} in {cache.root}"
     )
@@ -468,7 +464,7 @@ def cache_list(
         for label, those in sorted(groups.items()):
             size, seconds = sum(one.size for one in those) / 1e6, sum(one.meta["seconds"] for one in those)
             table.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
-    options.show(table)
+    options.answer(as_json, rows, lambda: table)
 
 
 @cache_app.command("prune")

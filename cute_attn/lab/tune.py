@@ -425,8 +425,7 @@ class _Study:
         card.sample(default, HEAT_MS)  # earlier work may have let the clock rise
         ratios: list[float] = []
         while len(ratios) < HEAT_ROUNDS and not (ratios and ratios[0] < _HOPELESS):
-            pair = (sample, lambda: card.sample(default, HEAT_MS))
-            ratios.append(-abba(*reversed(pair)) if len(ratios) % 2 else abba(*pair))
+            ratios.append(abba(sample, lambda: card.sample(default, HEAT_MS), b_first=len(ratios) % 2 == 1))
         return ratios, times
 
     # ---- the end ----
