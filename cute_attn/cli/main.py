@@ -28,7 +28,7 @@ from cute_attn.compiler.cache import needed_cache
 from cute_attn.epilogues.names import example_args
 from cute_attn.lab.tables import Table, brief_tile, counted, sized
 from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS, text_of
-from cute_attn.traits import OPS, Traits, did_you_mean
+from cute_attn.traits import FEATURES, OPS, Traits, did_you_mean
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 cache_app = typer.Typer(no_args_is_help=True, help="The kernels on disk.")
@@ -147,7 +147,10 @@ def list_kernels(
     tiles that replace it for some calls.
     """
     if features:
-        options.show(table.features_table())
+        words = Table("feature", "what it means", title="OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]")
+        for feature in FEATURES:
+            words.add_row(feature, lab.explain.feature_text(feature))
+        options.show(words)
         return
     if not (names or everything or as_json):
         counts = Table("kernel", "runs on", "tiles", "such as")
@@ -260,14 +263,10 @@ def compile_kernel(
         (output / f"{base}.ptx").write_text(compiled.ptx)
         (output / f"{base}.cubin").write_bytes(compiled.cubin)
         (output / f"{base}.sass").write_text(compiled.sass)
-    options.answer(as_json, summary(compiled), lambda: cost_table(compiled), options.make_console().print)
-
-
-def summary(compiled: Any) -> dict[str, Any]:
-    """What ``compile --json`` prints for a compiled kernel."""
     names = ("name", "target", "tile", "resources", "instructions", "seconds")
     found = {name: getattr(compiled, name) for name in names}
-    return found | {name: asdict(found[name]) for name in ("tile", "resources")}
+    found |= {name: asdict(found[name]) for name in ("tile", "resources")}
+    options.answer(as_json, found, lambda: cost_table(compiled), options.make_console().print)
 
 
 def cost_table(compiled: Any) -> Table:

@@ -32,11 +32,6 @@ class Interval:
     high: float
     rounds: int
 
-    @property
-    def width(self) -> float:
-        """high / low as a logarithm, about the relative width."""
-        return math.log(self.high / self.low) if self.low > 0 else math.inf
-
     def outcome(self, resolution: float = RESOLUTION) -> Outcome:
         """The outcome for a.
 
@@ -53,8 +48,8 @@ class Interval:
         """True if the interval is narrower than the resolution, or farther from 1 than the resolution. Stopping by
         width favours no outcome; stopping as soon as the interval excludes 1 would.
         """
-        beyond = _log(self.low) > resolution or _log(self.high) < -resolution
-        return self.width <= resolution or beyond
+        low, high = _log(self.low), _log(self.high)
+        return high - low <= resolution or low > resolution or high < -resolution
 
 
 def _log(ratio: float) -> float:
