@@ -147,7 +147,7 @@ def list_kernels(
     tiles that replace it for some calls.
     """
     if features:
-        words = Table("feature", "what it means", title="OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]")
+        words = Table("feature", "what it means", title=escape("OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]"))
         for feature in FEATURES:
             words.add_row(feature, lab.explain.feature_text(feature))
         options.show(words)
