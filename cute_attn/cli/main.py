@@ -6,7 +6,6 @@ what they mean.
 
 import contextlib
 import importlib.util
-import json
 import sys
 import warnings
 from collections.abc import Sequence
@@ -28,8 +27,8 @@ from cute_attn.compiler import compile, default_target, prebuild, registry
 from cute_attn.compiler.cache import needed_cache
 from cute_attn.epilogues.names import example_args
 from cute_attn.lab.tables import Table, brief_tile, counted, sized
-from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS
-from cute_attn.traits import OPS, Traits, did_you_mean
+from cute_attn.tiles import SHARED_MEMORY_BYTES, TARGETS, text_of
+from cute_attn.traits import FEATURES, OPS, Traits, did_you_mean
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 cache_app = typer.Typer(no_args_is_help=True, help="The kernels on disk.")
@@ -148,7 +147,10 @@ def list_kernels(
     tiles that replace it for some calls.
     """
     if features:
-        options.show(table.features_table())
+        words = Table("feature", "what it means", title=escape("OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]"))
+        for feature in FEATURES:
+            words.add_row(feature, lab.explain.feature_text(feature))
+        options.show(words)
         return
     if not (names or everything or as_json):
         counts = Table("kernel", "runs on", "tiles", "such as")
@@ -261,14 +263,10 @@ def compile_kernel(
         (output / f"{base}.ptx").write_text(compiled.ptx)
         (output / f"{base}.cubin").write_bytes(compiled.cubin)
         (output / f"{base}.sass").write_text(compiled.sass)
-    options.answer(as_json, summary(compiled), lambda: cost_table(compiled), options.make_console().print)
-
-
-def summary(compiled: Any) -> dict[str, Any]:
-    """What ``compile --json`` prints for a compiled kernel."""
     names = ("name", "target", "tile", "resources", "instructions", "seconds")
     found = {name: getattr(compiled, name) for name in names}
-    return found | {name: asdict(found[name]) for name in ("tile", "resources")}
+    found |= {name: asdict(found[name]) for name in ("tile", "resources")}
+    options.answer(as_json, found, lambda: cost_table(compiled), options.make_console().print)
 
 
 def cost_table(compiled: Any) -> Table:
@@ -344,7 +342,7 @@ def check_kernel(name: options.Name, tile: options.TileText = "", target: option
         problems += _check_epilogues(console, traits)
     runs = torch.cuda.is_available()
     if runs:
-        problems += _check_on_gpu(console, traits, tile)
+        problems += _check_on_gpu(console, traits, kernel.tile if tile else None)
     if problems:
         console.print(f"[red]failed: {'; '.join(problems)}")
         raise typer.Exit(1)
@@ -370,10 +368,11 @@ def _check_epilogues(console: Console, traits: Traits) -> list[str]:
     return failed
 
 
-def _check_on_gpu(console: Console, traits: Traits, tile: str) -> list[str]:
+def _check_on_gpu(console: Console, traits: Traits, tile: Any) -> list[str]:
     table = Table("workload", "error", "plain torch's", "allowed", "")
     failed = 0
-    for workload, found in lab.check.check_workloads(traits, lab.check.small_workloads(traits), tile or None):
+    workloads = lab.check.small_workloads(traits, tile)
+    for workload, found in lab.check.check_workloads(traits, workloads, text_of(tile) or None):
         failed += not found.passed
         numbers = (f"{x:.2e}" for x in (found.error, found.plain, found.allowed))
         table.add_row(workload.name, *numbers, "ok" if found.passed else "[red]wrong")
@@ -445,11 +444,7 @@ def cache_list(
     """What is on disk: how many kernels, or with --all each of them, the most recently used first."""
     cache = needed_cache("the cache commands need")
     entries = cache.entries()
-    if as_json:
-        print(
-            json.dumps([{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries], indent=1)
-        )
-        return
+    rows = [{"key": entry.key, "bytes": entry.size} | entry.meta for entry in entries]
     title = (
         f"{counted(len(entries), 'kernel')}, {sized(sum(entry.size for entry in entries))} in {cache.root}"
     )
@@ -471,7 +466,7 @@ def cache_list(
         for label, those in sorted(groups.items()):
             size, seconds = sum(one.size for one in those) / 1e6, sum(one.meta["seconds"] for one in those)
             table.add_row(label, str(len(those)), f"{size:.1f}", f"{seconds:.0f}")
-    options.show(table)
+    options.answer(as_json, rows, lambda: table)
 
 
 @cache_app.command("prune")

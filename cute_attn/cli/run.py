@@ -18,7 +18,6 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TextIO
@@ -29,6 +28,7 @@ from rich.console import Console
 import cute_attn
 from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.imports import after_import
+from cute_attn.lab.environment import environment
 from cute_attn.lab.tables import Table, counted
 
 ITS_OWN = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -73,21 +73,10 @@ def run(
     raise typer.Exit(max(status, 0))
 
 
-@contextlib.contextmanager
-def without_starting_cuda() -> Iterator[None]:
-    """Within the block, torch looks for GPUs by NVML, if available: asking CUDA would start it before the program does.
-
-    Some imported modules look for GPUs as well, such as TVM FFI.
-    """
-    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
+without_starting_cuda = functools.partial(environment, "PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+"""Within the block, torch looks for GPUs by NVML, if available: asking CUDA would start it before the program does.
+Some imported modules look for GPUs as well, such as TVM FFI.
+"""
 
 
 @dataclass

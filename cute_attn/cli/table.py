@@ -91,11 +91,3 @@ def explain_words(
             for name, text in lab.explain.explain(word):
                 table.add_row(name, text)
     show(table)
-
-
-def features_table() -> Table:
-    """A table of the words that a kernel's name may have after its head dims."""
-    table = Table("feature", "what it means", title="OP-ARCH-DTYPE-dDIM[xDIM_V][-FEATURE...]")
-    for feature in FEATURES:
-        table.add_row(feature, lab.explain.feature_text(feature))
-    return table

@@ -5,7 +5,7 @@ For what a bundle is and how it is read, see :mod:`cute_attn.compiler.bundle`.
 
 import base64
 import concurrent.futures
-import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -29,6 +29,7 @@ from cute_attn.compiler.compiled import Prebuilt, Request, as_requests, default_
 from cute_attn.compiler.fingerprint import machine, package_sources
 from cute_attn.epilogues.names import TRACED
 from cute_attn.lab import common_calls
+from cute_attn.lab.environment import environment
 from cute_attn.lab.recorded import listed
 from cute_attn.lab.tables import template
 from cute_attn.traits import Traits
@@ -48,6 +49,9 @@ _KNOWN_SYMBOL = re.compile(
 )
 """Symbols that a library may leave undefined: of TVM FFI, the CUDA runtime and the C library."""
 
+
+without_bundle = functools.partial(environment, bundle.VARIABLE, "0")
+"""Within the block, this process and its children build kernels instead of loading them from a bundle."""
 
 # ---- what to bundle ----
 
@@ -150,19 +154,6 @@ def _make(wanted: list[Request], output: Path, workers: int | None, cache: DiskC
         raise ValueError(f"{failed} of {len(wanted)} kernels could not be built, and nothing was written")
     files = contents(kernels)
     (_write_wheel if output.suffix == ".whl" else _write_folder)(output, files)
-
-
-@contextlib.contextmanager
-def without_bundle() -> Iterator[None]:
-    """Within the block, this process and its children build kernels instead of loading them from a bundle."""
-    before = os.environ.get(bundle.VARIABLE)
-    os.environ[bundle.VARIABLE] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(bundle.VARIABLE)
-        if before is not None:
-            os.environ[bundle.VARIABLE] = before
 
 
 def contents(kernels: dict[str, tuple[dict[str, Any], bytes]]) -> dict[str, bytes]:

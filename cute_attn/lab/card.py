@@ -157,7 +157,7 @@ class Checks:
         return run
 
     def _check_small_sizes(self, contender: Contender, traits: Traits, tile: Tile) -> None:
-        for workload in small_sizes(traits, tile):
+        for workload in small_workloads(traits, tile):
             if workload not in self._small:
                 self._small[workload] = Expected.of(workload)
             expected = self._small[workload]
@@ -167,19 +167,6 @@ class Checks:
                     f"{contender} is wrong on {workload.name}: its error is {accuracy.error:.2g}, "
                     f"allowed are {accuracy.allowed:.2g}"
                 )
-
-
-def small_sizes(traits: Traits, tile: Any) -> list[Workload]:
-    """:func:`cute_attn.lab.check.small_workloads`, adapted to what the tile accepts.
-
-    Query heads per key head are a multiple of the packed heads. For a bias loaded by TMA, lengths are multiples of 8.
-    """
-    group, step = max(2, getattr(tile, "pack_heads", 1)), 8 if getattr(tile, "bias_stages", 0) else 1
-    sizes = [
-        replace(size, nheads=2 * group, seqlen=-(-size.seqlen // step) * step)
-        for size in small_workloads(traits)
-    ]
-    return list(dict.fromkeys(sizes))
 
 
 def tile_at(contender: Contender, workload: Workload, target: str | None = None) -> Tile:
@@ -209,5 +196,5 @@ def needed_kernels(
         yield from ((*part, target) for part in kernels_of(kernel))
         variant = traits.variant if ("forward", traits.arch, traits.variant) in registry.KERNELS else ""
         forward = Contender(replace(traits, op="forward", bias_grad=False, variant=variant).name)
-        for size in (workload, *small_sizes(traits, kernel.tile)):
+        for size in (workload, *small_workloads(traits, kernel.tile)):
             yield Traits.parse(forward.kernel), tile_at(forward, size, target), target

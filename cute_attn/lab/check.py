@@ -12,6 +12,7 @@ from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.lab.benchmark.peers import call_options, kernel_of, output
 from cute_attn.lab.benchmark.workload import Inputs, Workload, of_traits
+from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
 
 SEQLENS = (1, 127, 128, 513)
@@ -41,15 +42,19 @@ class Accuracy:
         return cls(error, plain_error, factor * plain_error + rounding)
 
 
-def small_workloads(traits: Traits) -> list[Workload]:
-    """Workloads of a few lengths around a tile's, with two query heads per key head, for a kernel with these traits."""
+def small_workloads(traits: Traits, tile: Tile | None = None) -> list[Workload]:
+    """Workloads of a few lengths around a tile's for a kernel with these traits, and with ``tile`` if that is given.
+
+    Query heads per key head are two, or the packed heads. For a bias loaded by TMA, lengths are multiples of 8.
+    """
+    group, step = max(2, getattr(tile, "pack_heads", 1)), 8 if getattr(tile, "bias_stages", 0) else 1
     workloads = []
     # A query that sees a single key has gradients of zero up to rounding: nothing to compare.
     for seqlen in SEQLENS[traits.op == "backward" :]:
         lengths = (seqlen, 1, 64) if traits.varlen else ()
-        workload = of_traits(traits, seqlen)
-        workloads.append(replace(workload, batch=2, seqlen=seqlen, nheads=4, nheads_kv=2, lengths=lengths))
-    return workloads
+        workload = replace(of_traits(traits, seqlen), batch=2, nheads=2 * group, nheads_kv=2)
+        workloads.append(replace(workload, seqlen=-(-seqlen // step) * step, lengths=lengths))
+    return list(dict.fromkeys(workloads))
 
 
 @dataclass(frozen=True)

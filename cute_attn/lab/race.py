@@ -246,7 +246,7 @@ def _measure(
     def one_round() -> float | None:
         # What precedes a round may favour its first sample, so that is a's and b's in turn.
         first = len(states) % 2
-        ratio = abba(lambda: sample(first), lambda: sample(1 - first)) * (-1 if first else 1)
+        ratio = abba(lambda: sample(0), lambda: sample(1), b_first=first == 1)
         states.append(card.state(runs[first]))
         progress(f"round {len(states)} on {workload.name}")
         return None if states[-1].slowed else ratio

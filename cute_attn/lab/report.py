@@ -34,20 +34,16 @@ def of_study(study: Study, path: Path) -> None:
     shape = parse(study.workloads[0], Traits.parse(study.name))
     pair = dict.fromkeys(Contender(study.name, change) for change in (study.best or first, ""))
     verdicts = [verdict(study.name, tile_at(one, shape, study.target), study.target) for one in pair]
-    _write(path, f"Tiles of {study.name}", study_parts(study), verdicts)
-
-
-def study_parts(study: Study) -> list[Any]:
-    """A study's sentences and tables, without steps and layouts."""
     where = f"{study.gpu}, driver {study.driver}" if study.gpu else f"for {study.target}, without a GPU"
-    parts = [study.sentence, f"{where}; {study.started[:16]}, {study.seconds:.0f} s", *study.notes]
+    parts: list[Any] = [study.sentence, f"{where}; {study.started[:16]}, {study.seconds:.0f} s", *study.notes]
     if study.best:
         parts.append(f"--tile {study.best}\n{study.best_text}")
     declined = Table("tiles", "declined before they were built, because they")
     for reason, count in study.declined.items():
         declined.add_row(str(count), reason)
-    verdict = () if study.verdict is None else (study.verdict.table(),)
-    return [*parts, *verdict, study.table(len(study.candidates)), declined]
+    measured = () if study.verdict is None else (study.verdict.table(),)
+    parts += [*measured, study.table(len(study.candidates)), declined]
+    _write(path, f"Tiles of {study.name}", parts, verdicts)
 
 
 def _write(path: Path, title: str, parts: Sequence[Any], verdicts: Sequence[Verdict]) -> None:

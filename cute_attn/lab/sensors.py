@@ -74,9 +74,8 @@ class Sensor:
 
     def read(self) -> State:
         power = self._ask("nvmlDeviceGetPowerUsage")
-        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
-        if reasons is None:  # an older driver
-            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        names = ("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")
+        reasons = self._ask(names[0]) or self._ask(names[1])  # the second: of an older driver
         return State(
             self._ask("nvmlDeviceGetClockInfo", _CLOCK_SM),
             None if power is None else round(power / 1000),

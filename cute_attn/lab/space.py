@@ -89,8 +89,7 @@ class Space:
     def pairs(self, helped: Sequence[Tile]) -> Iterator[Tile]:
         """Yields tiles with the changes of two ``helped`` tiles, the best first, if these change different fields."""
         changes = [changed_fields(self.tile, tile) for tile in helped]
-        order = sorted(itertools.combinations(range(len(helped)), 2), key=sum)
-        for i, j in order:
+        for i, j in sorted(itertools.combinations(range(len(helped)), 2), key=sum):
             if not changes[i].keys() & changes[j].keys():
                 yield dataclasses.replace(self.tile, **changes[i], **changes[j])  # type: ignore[type-var]
 

@@ -32,11 +32,6 @@ class Interval:
     high: float
     rounds: int
 
-    @property
-    def width(self) -> float:
-        """high / low as a logarithm, about the relative width."""
-        return math.log(self.high / self.low) if self.low > 0 else math.inf
-
     def outcome(self, resolution: float = RESOLUTION) -> Outcome:
         """The outcome for a.
 
@@ -53,8 +48,8 @@ class Interval:
         """True if the interval is narrower than the resolution, or farther from 1 than the resolution. Stopping by
         width favours no outcome; stopping as soon as the interval excludes 1 would.
         """
-        beyond = _log(self.low) > resolution or _log(self.high) < -resolution
-        return self.width <= resolution or beyond
+        low, high = _log(self.low), _log(self.high)
+        return high - low <= resolution or low > resolution or high < -resolution
 
 
 def _log(ratio: float) -> float:
@@ -74,11 +69,13 @@ def interval(log_ratios: Sequence[float]) -> Interval:
     return Interval(math.exp(statistics.median(ordered)), math.exp(low), math.exp(high), len(ordered))
 
 
-def abba(a: Callable[[], float], b: Callable[[], float]) -> float:
-    """The logarithm of a's speed over b's from samples of their times in the order a, b, b, a.
+def abba(a: Callable[[], float], b: Callable[[], float], *, b_first: bool = False) -> float:
+    """The logarithm of a's speed over b's from samples of their times in the order a, b, b, a, or b, a, a, b.
 
     A drift that is linear over the four cancels.
     """
+    if b_first:
+        return -abba(b, a)
     first, second, third, fourth = a(), b(), b(), a()
     return (math.log(second) + math.log(third) - math.log(first) - math.log(fourth)) / 2
 
@@ -86,7 +83,6 @@ def abba(a: Callable[[], float], b: Callable[[], float]) -> float:
 def until_decided(
     one_round: Callable[[], float | None],
     *,
-    rounds: int = ROUNDS,
     resolution: float = RESOLUTION,
     most: int = 10 * ROUNDS,
     in_time: Callable[[], bool] = lambda: True,
@@ -95,16 +91,15 @@ def until_decided(
 
     Args:
         one_round: returns a log-ratio, or None if the round is void.
-        rounds: how many to run before the first look, void rounds not counted.
         most: maximum rounds, void ones included.
-        in_time: returns whether there is time for another round; not called in the first ``rounds``.
+        in_time: returns whether there is time for another round; not called in the first ``ROUNDS``.
     """
     found: list[float] = []
     void = 0
     while len(found) + void < most:
-        if len(found) >= rounds and (interval(found).decided(resolution) or not in_time()):
+        if len(found) >= ROUNDS and (interval(found).decided(resolution) or not in_time()):
             break
-        if void >= rounds and not in_time():
+        if void >= ROUNDS and not in_time():
             break
         ratio = one_round()
         if ratio is None:

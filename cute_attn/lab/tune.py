@@ -107,7 +107,7 @@ def tune(
             raise ValueError("there is no GPU; --static (static_only=True) ranks without one")
         card = Gpu()
     if builds is None:
-        all_needed = needed_kernels(search.default, shapes, search.target) if card else ()
+        all_needed = needed_kernels(Contender(traits.name), shapes, search.target) if card else ()
         beside = dict.fromkeys(request for request in all_needed if request[1] != search.space.tile)
         # If nothing is timed, no core is left free.
         workers = None if card else len(os.sched_getaffinity(0))
@@ -142,8 +142,7 @@ def table_row(study: Study, workloads: Sequence[Workload], commit: str) -> str:
     speed = workload.flops / winner.ms[workload.name] / 1e9
     measured = f"{speed:.4g} TFLOP/s on {workload.name}; {study.gpu.removeprefix('NVIDIA ')}; {commit}"
     keys = heuristics.keys(traits, study.target)
-    line: str = heuristics.TABLE.line(traits, study.target, keys, study.best, measured)
-    return line
+    return str(heuristics.TABLE.line(traits, study.target, keys, study.best, measured))
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,6 @@ class Search:
     tiles: tuple[Tile, ...]
     declined: Counter[str]
     grows: bool
-
-    @property
-    def default(self) -> Contender:
-        """The kernel with its default tile, which depends on a workload's lengths."""
-        return Contender(self.traits.name)
 
     def contender(self, tile: Tile) -> Contender:
         return Contender(self.traits.name, self.change(tile))
@@ -234,6 +228,7 @@ class _Study:
         watch: Callable[[Progress], None],
     ) -> None:
         self.search, self.card, self.builds, self.timings, self.watch = search, card, builds, timings, watch
+        self.default = Contender(search.traits.name)  # whose tile depends on a workload's lengths
         self.now = time.monotonic if self.card is None else self.card.now
         self.entries: dict[Tile, _Entry] = {}
         self.ready: list[_Entry] = []
@@ -348,7 +343,7 @@ class _Study:
 
     def key(self, tile: Tile, workload: Workload) -> TimingKey:
         assert self.card is not None
-        default = tile_at(self.search.default, workload, self.search.target)
+        default = tile_at(self.default, workload, self.search.target)
         kernel, beside = (self.cache_key(one) for one in (tile, default))
         return kernel, beside, workload.name, self.card.gpu, self.card.driver
 
@@ -383,7 +378,7 @@ class _Study:
         if not self.runs:
             self.say("checking and warming up the default tile")
             for workload in self.search.workloads:
-                self.runs[workload] = self.card.prepare(self.search.default, workload)
+                self.runs[workload] = self.card.prepare(self.default, workload)
             warm(self.card, list(self.runs.values()))
         return True
 
@@ -425,8 +420,7 @@ class _Study:
         card.sample(default, HEAT_MS)  # earlier work may have let the clock rise
         ratios: list[float] = []
         while len(ratios) < HEAT_ROUNDS and not (ratios and ratios[0] < _HOPELESS):
-            pair = (sample, lambda: card.sample(default, HEAT_MS))
-            ratios.append(-abba(*reversed(pair)) if len(ratios) % 2 else abba(*pair))
+            ratios.append(abba(sample, lambda: card.sample(default, HEAT_MS), b_first=len(ratios) % 2 == 1))
         return ratios, times
 
     # ---- the end ----
@@ -478,8 +472,8 @@ class _Study:
         def say(what: str) -> None:
             self.say(f"A/B of {text}: {what}")
 
-        ours, default, shapes = self.search.contender(winner), self.search.default, self.search.workloads
-        return winner, ab(ours, default, shapes, budget_s=left, card=self.card, progress=say)
+        ours, shapes = self.search.contender(winner), self.search.workloads
+        return winner, ab(ours, self.default, shapes, budget_s=left, card=self.card, progress=say)
 
     def say(self, text: str) -> None:
         candidates = [entry.candidate for entry in self.entries.values()]

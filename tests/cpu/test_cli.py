@@ -104,7 +104,7 @@ def test_list_gives_reasons(run):
 
 def test_features_are_listed_and_explained(run):
     text = ok(run("list", "--features"))
-    assert all(f"│ {feature} " in text for feature in FEATURES)
+    assert "dDIM[xDIM_V]" in text and all(f"│ {feature} " in text for feature in FEATURES)
     assert "score / cap" in ok(run("explain", "softcap"))
     text = " ".join(
         ok(run("explain", "forward-sm80-bf16-d64-causal", "qk_unroll", "one warp's stalls")).split()

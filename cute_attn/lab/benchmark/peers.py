@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cute_attn.api import attention as interface
-from cute_attn.compiler import default_target, registry
 from cute_attn.lab import benchmark
 from cute_attn.lab.benchmark.workload import DROPOUT_P, SOFTCAP, Inputs, Workload
 from cute_attn.traits import Traits
@@ -275,16 +274,6 @@ def _first(result: Any) -> Tensor:
 
 
 PEERS: dict[str, Implementation] = {name: globals()[name] for name in benchmark.PEERS}
-
-
-def own_kernels(op: str = "forward") -> dict[str, Implementation]:
-    """This package's kernels for ``op`` that the current GPU runs, by name.
-
-    The newest generation is called without naming a kernel, so that on Hopper its keys may be split.
-    """
-    own = (arch for op_, arch, variant in registry.KERNELS if op_ == op and not variant)
-    archs = sorted(arch for arch in own if default_target(arch) in registry.RUNS_ON[arch])
-    return {f"cute_attn/{op}-{arch}": ours(None if arch == archs[-1] else arch) for arch in archs}
 
 
 def versions() -> dict[str, str]:
