@@ -1,4 +1,4 @@
-"""A FlexAttention program served by this package: images of several sizes in one sequence, patches see their neighbours.
+"""A FlexAttention program on these kernels: images of several sizes in one sequence, patches see their neighbours.
 
     python examples/flex_attention.py        on a GPU: errors, and milliseconds before and after; on a CPU: errors
 
