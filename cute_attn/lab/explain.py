@@ -101,8 +101,8 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
     if len(rest) > 2:
         Traits.parse(word)
     kernel = registry.KERNELS[keys[0]]
-    docs = (getattr(inspect.getmodule(one), "__doc__", None) or one.__doc__ for one in kernel.__mro__)
-    yield op, _first_paragraph(next(filter(None, docs), ""))
+    texts = (getattr(inspect.getmodule(one), "__doc__", None) or one.__doc__ for one in kernel.__mro__)
+    yield op, _first_paragraph(next(filter(None, texts), ""))
     yield from ((one, words("words")[one]) for one in (arch, *rest[1:2]) if one in words("words"))
     if len(rest) > 2:
         yield rest[2], _DIMS_TEXT
