@@ -4,7 +4,7 @@
 
 On GPUs forward and backward are timed. On CPUs the reference computes a short sequence.
 
-torch.distributed.tensor.experimental.context_parallel calls PyTorch's attention operators on the parts of a sequence,
+torch.distributed.tensor.experimental.context_parallel calls PyTorch's attention operators on segments of a sequence,
 merges their outputs by their LSE, and passes keys on, gathered or from neighbour to neighbour. With cute_attn.sdpa
 active these operators are this package's; nothing else changes. Output and gradients are compared with attention on the
 whole sequence in float32, computed by the first process.
@@ -155,9 +155,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows into this file")
     options = parser.parse_args()
     if "RANK" not in os.environ:
-        parser.error(
-            "RANK is not set; accepted: processes that torchrun starts, as the first lines of --help have it"
-        )
+        parser.error("RANK is not set; accepted: processes that torchrun starts; --help has the command")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

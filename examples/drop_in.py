@@ -1,12 +1,12 @@
 """Two models that know nothing of this package, before and after ``cute_attn.sdpa.activate()``.
 
-    python examples/drop_in.py                        on a GPU: tokens and images a second, and errors
+    python examples/drop_in.py                        on a GPU: tokens and images per second, and errors
     python examples/drop_in.py --json rows.json
-    python examples/drop_in.py --small                on a CPU: the same models, tiny; there is nothing to activate
+    python examples/drop_in.py --small                on a CPU: the same models, tiny; no call is served
 
 A Llama of Hugging Face's transformers with random weights, in training, without and with padding; and a diffusion
-transformer (DiT, Peebles and Xie 2023, arXiv:2212.09748) in plain torch, head dim 72, in inference. Errors are those of
-the model's output in bf16 against the same weights in fp32, root mean square, as a share of the output's.
+transformer (DiT, Peebles and Xie 2023, arXiv:2212.09748) in plain torch, head dim 72, in inference. An error compares
+the model's output in bf16 with that of the same weights in fp32: their rms difference over the output's rms.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""A program of FlexAttention's, unedited: images of different sizes in one sequence, each patch among its neighbours.
+"""A FlexAttention program on these kernels: images of several sizes in one sequence, patches see their neighbours.
 
     python examples/flex_attention.py        on a GPU: errors, and milliseconds before and after; on a CPU: errors
 
-A patch sees patches of its own image up to REACH rows and columns away, farther ones less (ALiBi in two dimensions).
-All that is this package's stands in ``main``: one line, ``cute_attn.flex.activate()``.
+A patch sees the patches of its image that are up to REACH rows and columns away; a bias lowers the scores of farther
+ones (ALiBi in two dimensions). The program is unedited, except for one line in ``main``, ``cute_attn.flex.activate()``.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A learned bias by relative position, as T5's, trained twice: by PyTorch's FlexAttention and by this package's.
+"""Train a learned bias by relative position, as T5 has it, with PyTorch's FlexAttention and with this package's.
 
     python examples/learned_bias.py        on a GPU: bf16, kernels; on a CPU: fp32, the definition
 
 On a CPU FlexAttention has no backward: there PyTorch's attention with a dense bias takes its place.
 
-The task is to repeat the token of LAG positions before. Queries and keys know no position, so that the table alone can
-find it: its gradient decides. Both runs start from the same weights and see the same tokens.
+The task is to repeat the token LAG positions back. Queries and keys carry no position, so only the table can find that
+token: learning it takes the table's gradient. Both runs start from the same weights and see the same tokens.
 """
 
 import argparse

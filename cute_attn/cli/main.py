@@ -179,6 +179,10 @@ def _named(name: str, known: list[Any], targets: Sequence[str]) -> list[Any]:
     labels = [*map(registry.label, registry.KERNELS), *OPS]
     meant = did_you_mean(name, labels)
     if name in labels and not begin:
+        if ":" in name:
+            raise ValueError(
+                f"{name} is a variant, of which no name is listed; accepted: a name such as {name}-bf16-d128"
+            )
         raise ValueError(f"no default kernel of {name} is for {', '.join(targets)}")
     if not begin and name.count("-") < 3:
         raise ValueError(f"name is {name!r}{meant}; accepted: a kernel's name or its beginning")

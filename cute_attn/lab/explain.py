@@ -101,7 +101,8 @@ def _name(word: str) -> Iterator[tuple[str, str]]:
     if len(rest) > 2:
         Traits.parse(word)
     kernel = registry.KERNELS[keys[0]]
-    yield op, _first_paragraph(getattr(inspect.getmodule(kernel), "__doc__", None) or kernel.__doc__ or "")
+    texts = (getattr(inspect.getmodule(one), "__doc__", None) or one.__doc__ for one in kernel.__mro__)
+    yield op, _first_paragraph(next(filter(None, texts), ""))
     yield from ((one, words("words")[one]) for one in (arch, *rest[1:2]) if one in words("words"))
     if len(rest) > 2:
         yield rest[2], _DIMS_TEXT

@@ -188,6 +188,7 @@ explain qk_unrol -> (did you mean 'qk_unroll'?); accepted: a kernel's name
 explain forwrad-sm80 -> (did you mean 'forward-sm80'?); accepted: a kernel's name
 explain casual -> (did you mean 'causal'?); accepted: a kernel's name
 show backward_preprocess-sm80-bf16-d64 -> states no layout and no MMA to draw
+list forward-sm80:terms -> forward-sm80:terms is a variant, of which no name is listed; accepted: a name such as
 list forward-sm90 --target sm100 -> no default kernel of forward-sm90 is for sm100
 list nothing -> name is 'nothing'; accepted: a kernel's name or its beginning
 list forwrad-sm80 -> name is 'forwrad-sm80' (did you mean 'forward-sm80'?); accepted

@@ -55,6 +55,19 @@ def decoded(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return found | {"cache": k_cache}
 
 
+def latent(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A step of latent attention: values are the first columns of the keys."""
+    q, cache = (
+        randn(*shape, seed=i).to(device, dtype) for i, shape in ((9, (2, 1, 16, 576)), (10, (8, 64, 1, 576)))
+    )
+    table = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+    out = cute_attn.attention_with_kvcache(
+        q, cache, cache[..., :512], cache_seqlens=lengths, page_table=table, causal=True
+    )
+    return {"latent": out}
+
+
 def dropped_in(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """PyTorch's function, served by this package on a GPU."""
     q, k, v = (randn(1, 4, 256, 128, seed=i).to(device, dtype) for i in (6, 7, 8))
@@ -65,7 +78,9 @@ def dropped_in(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def results(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """All outputs, on the CPU."""
-    found = trained(device, dtype) | decoded(device, dtype) | dropped_in(device, dtype)
+    found = (
+        trained(device, dtype) | decoded(device, dtype) | latent(device, dtype) | dropped_in(device, dtype)
+    )
     return {name: x.cpu() for name, x in found.items()}
 
 

@@ -61,7 +61,7 @@ def plain() -> dict[str, torch.Tensor]:
     return bundled.results("cpu", torch.bfloat16)
 
 
-NAMES = ["out", "dq", "dk", "dv", *(f"step {i}" for i in range(bundled.STEPS)), "sdpa"]
+NAMES = ["out", "dq", "dk", "dv", *(f"step {i}" for i in range(bundled.STEPS)), "latent", "sdpa"]
 
 
 @pytest.mark.parametrize("name", NAMES)
