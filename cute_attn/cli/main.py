@@ -366,7 +366,7 @@ def _check_epilogues(console: Console, traits: Traits) -> list[str]:
             continue
         with options.working(f"running {name} on the CPU"):
             found = check_epilogue(name)
-        console.print(str(found), highlight=False, markup=False)
+        console.print(str(found), highlight=False, markup=False, soft_wrap=True)
         if not found.passed:
             failed.append(f"epilogue {name!r} is not what its reference says")
     return failed
