@@ -155,12 +155,8 @@ class _Call:
             return self._gradients(division, replicated)
         out = self.placements("out", self._rows, division)
         lse = self.placements("lse", (*self._rows[:-3], self._rows[-2], self._rows[-3]), division)
-        found = [out, lse]
-        if self.op is torch.ops.cute_attn.forward.default:
-            softmax = (self._rows[0], self._rows[-2], 0, 0)
-            returned = self.given["return_softmax"]
-            found.append(self.placements("softmax", softmax, division) if returned else replicated)
-        return found
+        softmax = self.placements("softmax", (self._rows[0], self._rows[-2], 0, 0), division)
+        return [out, lse, {"softmax": softmax, "max_scores": lse}.get(self.given["aux"], replicated)]
 
     def _gradients(self, division: tuple[str, ...], replicated: tuple[Placement, ...]) -> list[Any]:
         needed = [*self.given["needed"], *itertools.repeat(False, len(self.tensors))]
