@@ -42,7 +42,9 @@ CASES: dict[str, Mapping[str, Any]] = {
     "dropout": {**GROUPED, "dropout_p": 0.5, "rng_state": torch.tensor([7, 0])},
     "packed": {**PACKED, "causal": True},
     "compiled": {**GROUPED, "causal": True},
+    "greatest scores": {**GROUPED, "return_max_scores": True},
     "cache": {**_CACHES, "causal": True},
+    "cache with a bias": {**_CACHES, "bias": (1, 4, 1, 8), "return_max_scores": True},
     "append": {**_CACHES, "k": (4, 1, 2, 16), "v": (4, 1, 2, 16)},
 }
 """Arguments of calls. A tuple of more than two numbers, or of sinks, is the shape of a tensor."""
@@ -50,7 +52,7 @@ PLACEMENTS = {"heads": -2, "sequences": 0, "queries": 1, "whole": None, "sum": .
 """The dimension by which q, k and v are given divided."""
 
 
-def _attend(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def _attend(name: str) -> Callable[..., tuple[Tensor, ...]]:
     if "k_cache" in CASES[name]:
         return functools.partial(cute_attn.attention_with_kvcache, return_lse=True)
     door = cute_attn.attention_varlen if "cu_seqlens_q" in CASES[name] else cute_attn.attention
@@ -83,13 +85,13 @@ def _divided(x: Tensor, mesh: Any, dim: Any) -> DTensor:
 
 
 def _results(name: str, given: dict[str, Any], spread: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-    """out, lse, gradients, or the caches after an append."""
+    """out, lse, greatest scores if asked for, gradients, or the caches after an append."""
     cached = "k_cache" in given
     leaves = {key: spread(key, x) for key, x in given.items() if isinstance(x, Tensor)}
     learned = [key for key in ("q", "k", "v", "bias", "sinks", "table") if key in leaves and not cached]
     leaves |= {key: leaves[key].detach().requires_grad_() for key in learned}
-    out, lse = _attend(name)(**given | leaves)
-    found = {"out": out, "lse": lse}
+    out, lse, *others = _attend(name)(**given | leaves)
+    found = {"out": out, "lse": lse, **({"max_scores": others[0]} if others else {})}
     if cached:
         return found | {key: leaves[key] for key in ("k_cache", "v_cache")}
     seeds = [

@@ -46,6 +46,7 @@ def test_equals_the_call_of_whole_tensors(found, pair):
         own = {
             "dsinks": "S(0)",
             "dtable": "P(sum)",
+            "max_scores": "S(1)",
             "dbias": "P(sum)" if case == "broadcast bias" else "S(1)",
         }
         shared = dict.fromkeys(("dk", "dv"), "P(sum)") if case == "one key head" else {}
