@@ -141,6 +141,7 @@ def poison(patch: pytest.MonkeyPatch) -> None:
         return torch.full((size,), filling, dtype=dtype).as_strided(shape, strides)
 
     patch.setattr(record, "allocate", poisoned)
+    patch.setattr(torch.Tensor, "new_empty_strided", lambda like, *given, dtype: poisoned(*given, dtype))
 
 
 def gpu(

@@ -23,7 +23,7 @@ import cute_attn
 loaded = set(sys.modules)
 
 from cute_attn import attention, compiler, reference
-from cute_attn.host import counters, forward, memory, record, split_kv
+from cute_attn.host import counters, forward, memory, split_kv
 from cute_attn.host.call import Call
 from cute_attn.host.slots import slot
 
@@ -60,7 +60,6 @@ def calls():
     """Calls of tensors on the CPU, planned as if they were on a GPU: the kernels refuse them before any launch."""
     compiler.default_target = lambda arch: "sm80"
     memory.current_device = lambda: -1
-    record.allocate = lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype)
     split_kv.multiprocessors = forward.multiprocessors = lambda device: 4
     counters.schedule = lambda device: (torch.zeros(4, dtype=torch.int32), 4)
     q = torch.randn(1, 200, 2, 64, dtype=BF16)

@@ -212,7 +212,7 @@ def _forward_operator_cpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def nothing(like: Tensor) -> Tensor:
     with on_device(like.get_device()):
-        return empty((0,), (1,), like.dtype)
+        return empty(like, (0,), (1,), like.dtype)
 
 
 def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Callable[..., Any]:

@@ -376,7 +376,7 @@ def _launched(
         lse = lse.clone(memory_format=torch.contiguous_format)
     dq, dk, dv = _results(call, division.shapes, needed, into)
     space = division.workspace
-    workspace = record.empty((space.size,), (1,), torch.float32)
+    workspace = record.empty(call.q, (space.size,), (1,), torch.float32)
     lse_log2, minus_d, accumulators, counter = (
         as_strided(workspace, *part) for part in (space.lse_log2, space.minus_d, space.dq, space.counters)
     )
@@ -506,7 +506,7 @@ def _sinks_gradient(
     """
     assert sinks is not None
     if given is None:
-        given = record.empty(tuple(sinks.shape), (1,), sinks.dtype)
+        given = record.empty(sinks, tuple(sinks.shape), (1,), sinks.dtype)
     record.step(_sinks_gradient_into, sinks, lse_log2, minus_d, keep, given)
     return given
 

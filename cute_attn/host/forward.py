@@ -167,7 +167,7 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
     q, k, v = pad.pad(call[:3], copied)
     padded = call._replace(q=q, k=k, v=v)
     cuts = not (padding.is_whole(call.v) and padding.is_writable(given))
-    written = record.empty(*unpad.layouts[0], out.dtype) if cuts else out
+    written = record.empty(out, *unpad.layouts[0], out.dtype) if cuts else out
     _, lse, aux = _launched(plan_of(padded), padded, written, lse, keeps_rows=not cuts)
     if cuts:
         unpad.unpad([written], [out], call.cu_seqlens_q)

@@ -69,7 +69,7 @@ class Copies:
         if not any(copied):
             return list(tensors)
         sizes = [math.prod(shape) * wanted for (shape, _), wanted in zip(self.layouts, copied, strict=True)]
-        together = record.empty((sum(sizes),), (1,), tensors[0].dtype)
+        together = record.empty(tensors[0], (sum(sizes),), (1,), tensors[0].dtype)
         firsts = accumulate(sizes, initial=0)
         padded = [
             as_strided(together, *layout, first) if wanted else None

@@ -39,9 +39,12 @@ allocate: Callable[..., Tensor] = memory.empty_strided_cuda
 """Make an uninitialized tensor on the current GPU from shape, strides and dtype. Tests replace this function."""
 
 
-def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """:func:`allocate`, recorded."""
-    made = allocate(shape, strides, dtype)
+def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialized tensor on ``like``'s device; the current GPU is ``like``'s. Recorded."""
+    if like.is_cuda:
+        made = allocate(shape, strides, dtype)
+    else:
+        made = like.new_empty_strided(shape, strides, dtype=dtype)
     if thread.recording is not None:
         thread.recording.add_source(made, (shape, strides, dtype))
     return made
@@ -49,7 +52,7 @@ def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) 
 
 def contiguous(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous :func:`empty`, by default of ``like``'s dtype."""
-    return empty(shape, memory.contiguous_strides(shape), dtype or like.dtype)
+    return empty(like, shape, memory.contiguous_strides(shape), dtype or like.dtype)
 
 
 def drawn(draw: Callable[[], Tensor]) -> Tensor:

@@ -67,13 +67,13 @@ class SplitLauncher:
         shapes = [(*x.shape[:-1], self.terms, dim) for x, dim in zip(split, self.dims, strict=True)]
         sizes = [math.prod(shape) for shape in shapes]
         # One allocation; terms of any tensor are whole 64 bytes.
-        together = record.empty((sum(sizes),), (1,), torch.float16)
+        together = record.empty(like, (sum(sizes),), (1,), torch.float16)
         terms = tuple(
             as_strided(together, shape, contiguous_strides(shape), sum(sizes[:i]))
             for i, shape in enumerate(shapes)
         )
         partials = record.contiguous(like, (len(tensors), 2, self.blocks), torch.int32)
-        scales = record.empty((len(tensors),), (1,), torch.float32)
+        scales = record.empty(like, (len(tensors),), (1,), torch.float32)
         arguments = {"mX": tuple(tensors), "mTerms": terms, "mPartials": partials, "mScales": scales}
         record.launch(*self.kernel.bind(**arguments))
         return Terms(terms, scales)

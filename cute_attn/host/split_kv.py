@@ -142,7 +142,7 @@ def launch(
     seqlens = (*lengths, *call.longest, call.cache_leftpad, call.added)
     (split, layouts), partials = plan.division, None
     if layouts:  # the caching allocator keeps them for the stream, or for the graph that captures the call
-        outs, lses = (record.empty(shape, strides, torch.float32) for shape, strides in layouts)
+        outs, lses = (record.empty(q, shape, strides, torch.float32) for shape, strides in layouts)
         partials = outs, lses, split.num_splits, split.split_keys
     if plan.kernel.traits.variant:
         record.also()  # a user's class may read its arguments

@@ -118,7 +118,7 @@ class Output:
         whole = ALIGNMENT_BYTES // like.element_size()
         if strides[-1] != 1 or any(step % whole or step <= 0 for step in strides[:-1]):
             return None
-        return record.empty(shape, strides, like.dtype)
+        return record.empty(like, shape, strides, like.dtype)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Convert the kernels' output, with rows before heads, to this layout: a view, or a copy if strides differ."""
@@ -130,7 +130,7 @@ class Output:
         if all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True)):
             return as_strided(x, shape, strides)
         with on_device(x.get_device()):
-            made = record.empty(shape, strides, x.dtype)
+            made = record.empty(x, shape, strides, x.dtype)
             record.step(Tensor.copy_, made, x)
         return made
 
@@ -248,7 +248,7 @@ def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> 
         return rng_state.view(torch.int64).to(device)
     numbers = tuple(x.view(torch.int64).to(device) for x in rng_state)
     with on_device(numbers[0].get_device()):
-        both = record.empty((2,), (1,), torch.int64)
+        both = record.empty(numbers[0], (2,), (1,), torch.int64)
         record.step(_stack_into, numbers, both)
     return both
 
@@ -310,7 +310,7 @@ def _asked(backend: str, given: Any, bias: Tensor | None = None, *, learns: bool
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
     """Uninitialized tensors on ``like``'s device. kinds: for each tensor a shape, strides and a dtype."""
     with on_device(like.get_device()):
-        return [record.empty(*kind) for kind in kinds]
+        return [record.empty(like, *kind) for kind in kinds]
 
 
 _NUMBER, _WORD, _TWO_WORDS = ((), (), torch.int64), ((), (), torch.uint64), ((2,), (1,), torch.uint64)

@@ -81,11 +81,9 @@ def search_path():
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_builds():
-    """See ``tests/quick_builds.py``. Calls allocate in the CPU's memory, on a machine with a GPU too."""
-    from cute_attn.host import record
-    from tests import machine, quick_builds
+    """See ``tests/quick_builds.py``."""
+    from tests import quick_builds
 
     with pytest.MonkeyPatch.context() as patch:
         quick_builds.apply(patch.setattr)
-        patch.setattr(record, "allocate", machine.allocate)
         yield

@@ -52,7 +52,7 @@ def learn(call, number, key=KEY):
     """Record a call that writes a number, as if it came for the second time."""
 
     def run():
-        out = record.empty((1,), (1,), torch.float32)
+        out = record.empty(call[0], (1,), (1,), torch.float32)
         record.launch(fill, out, number)
         return out
 
@@ -174,7 +174,7 @@ def test_a_call_within_a_recorded_one_is_part_of_it():
 
     def call():
         plans.repeat(("inner",), inner, lambda: learn(inner, 2.0, ("innermost",)) or torch.zeros(1))
-        out = record.empty((1,), (1,), torch.float32)
+        out = record.empty(outer[0], (1,), (1,), torch.float32)
         record.launch(fill, out, 3.0)
         return out
 
@@ -194,7 +194,7 @@ def test_what_functions_read_is_compared():
     def attend(function):
         def run():
             runs.append(function)
-            out = record.empty((1,), (1,), torch.float32)
+            out = record.empty(call[0], (1,), (1,), torch.float32)
             record.launch(fill, out, function(1.0, 0, 0, 0, 0).item())
             return out
 

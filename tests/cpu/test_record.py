@@ -43,8 +43,8 @@ def scale_and_add(x, more, out, numbers):
 
 def call(x, y, function=scale_and_add):
     """(2x + 3y transposed, 2x)."""
-    out = record.empty((4, 5), (5, 1), x.dtype)
-    second = record.empty((4, 5), (5, 1), x.dtype)
+    out = record.empty(x, (4, 5), (5, 1), x.dtype)
+    second = record.empty(x, (4, 5), (5, 1), x.dtype)
     record.launch(function, x, (y.t(), 3.0), out, (2.0,))
     record.launch(function, x, (None, 0.0), second, (2.0,))
     return out.t(), second
@@ -106,7 +106,7 @@ def test_a_result_is_allocated_in_the_layout_that_is_returned():
 
 def test_parts_of_one_allocation_are_results():
     def parts(x, y):
-        whole = record.empty((2, 4, 5), (20, 5, 1), x.dtype)
+        whole = record.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
         record.launch(scale_and_add, x, (y.t(), 1.0), whole[0], (1.0,))
         record.launch(scale_and_add, x, (y.t(), 2.0), whole[1], (1.0,))
         return whole[1], 7, whole[0]
@@ -119,7 +119,7 @@ def test_parts_of_one_allocation_are_results():
 
 def test_views_of_an_input_follow_it():
     def later_rows(x, y):
-        out = record.empty((3, 5), (5, 1), x.dtype)
+        out = record.empty(x, (3, 5), (5, 1), x.dtype)
         record.launch(scale_and_add, x[1:], (None, 0.0), out, (1.0,))
         return (out,)
 
@@ -139,8 +139,8 @@ def test_padded_copies_are_part_of_a_record():
         out.copy_(x + y)
 
     def padded(x, y):
-        out = record.empty((4, 1, 5), (5, 5, 1), x.dtype)
-        wide = record.empty(*layouts[0], x.dtype)
+        out = record.empty(x, (4, 1, 5), (5, 5, 1), x.dtype)
+        wide = record.empty(x, *layouts[0], x.dtype)
         _, second, third = pad.pad((x, x, y), (True, True, False))
         assert third is y
         record.launch(add, second, y, wide)
@@ -167,7 +167,7 @@ def test_only_tensors_that_kernels_read_in_place_have_to_be_aligned(recorded):
         out.copy_((x + y) * lengths.view(4, 1, 1))
 
     def padded(x, y, lengths):
-        out = record.empty((4, 1, 8), (8, 8, 1), x.dtype)
+        out = record.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
         copy, own, _ = pad.pad((x, y, y), (True, False, False))
         record.launch(add, copy, own, lengths, out)
         return (out,)
@@ -195,7 +195,7 @@ def test_integers_of_users_have_to_be_aligned_as_recorded(users, in_steps):
         out.copy_(x + words)
 
     def step(x, words):
-        out = record.empty((4,), (1,), x.dtype)
+        out = record.empty(x, (4,), (1,), x.dtype)
         record.launch(add, x, words, out)
         return (out,)
 
@@ -210,7 +210,7 @@ def test_integers_of_users_have_to_be_aligned_as_recorded(users, in_steps):
 
 def test_one_tensor_as_two_arguments_is_no_record_of_two():
     def add(x, y):
-        out = record.empty((4, 5), (5, 1), x.dtype)
+        out = record.empty(x, (4, 5), (5, 1), x.dtype)
         record.launch(scale_and_add, x, (y, 1.0), out, (1.0,))
         return (out,)
 
@@ -224,7 +224,7 @@ def test_one_tensor_as_two_arguments_is_no_record_of_two():
 
 def test_views_of_tensors_with_one_memory_are_not_recorded():
     def rows(x, y):
-        out = record.empty((3, 5), (5, 1), x.dtype)
+        out = record.empty(x, (3, 5), (5, 1), x.dtype)
         record.launch(scale_and_add, x[1:], (y[1:], 1.0), out, (1.0,))
         return (out,)
 
@@ -257,7 +257,7 @@ def test_what_a_record_would_lack_runs_in_steps(kind):
         function = (lambda *a: scale_and_add(*a)) if kind == "python" else scale_and_add
         given = y.t().clone() if kind == "unknown" else y.t()
         given = given.double() if kind == "dtype" else given
-        out = record.empty((4, 5), (5, 1), x.dtype)
+        out = record.empty(x, (4, 5), (5, 1), x.dtype)
         if kind == "nothing":
             return (out.copy_(x * 2 + 3 * given),)
         record.launch(function, x, (given, 3.0), out, (2.0,))
@@ -290,7 +290,7 @@ def test_work_tiles_are_those_of_the_moment(monkeypatch):
         seen.append(tuple(tiles))
 
     def run(x, y):
-        out = record.empty((1,), (1,), x.dtype)
+        out = record.empty(x, (1,), (1,), x.dtype)
         record.launch(note, x, record.work_tiles(-1), out)
         return (out,)
 
@@ -343,10 +343,10 @@ def test_a_record_includes_writes_by_torch():
     """torch fills, adds up and copies in place, into memory that the call allocated."""
 
     def run(x, y):
-        whole = record.empty((2, 4, 5), (20, 5, 1), x.dtype)
+        whole = record.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
         record.step(torch.Tensor.fill_, whole[1], 1.0)
         record.launch(scale_and_add, x, (y.t(), 3.0), whole[0], (2.0,))
-        out = record.empty((5, 4), (4, 1), x.dtype)
+        out = record.empty(x, (5, 4), (4, 1), x.dtype)
         record.step(lambda parts, out: torch.sum(parts, 0, out=out.t()), whole, out)
         return out, 7
 
@@ -358,7 +358,7 @@ def test_what_a_call_draws_is_drawn_again():
 
     def run(x, y):
         factor = record.drawn(lambda: next(states))
-        out = record.empty((4, 5), (5, 1), x.dtype)
+        out = record.empty(x, (4, 5), (5, 1), x.dtype)
         record.launch(scale_and_add, x, (factor.expand(4, 5), 1.0), out, (0.0,))
         return (out,)
 
@@ -401,7 +401,7 @@ def test_results_in_a_list_are_no_record(in_a_list):
     """An operator may return gradients as a list of tensors. An empty list is made anew in each call."""
 
     def run(x, y):
-        out = record.empty((4, 5), (5, 1), x.dtype)
+        out = record.empty(x, (4, 5), (5, 1), x.dtype)
         record.launch(scale_and_add, x, (y.t(), 3.0), out, (2.0,))
         return out, [out] if in_a_list else []
 

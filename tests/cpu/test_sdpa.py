@@ -507,10 +507,7 @@ def test_threads_call_while_another_turns_it_on_and_off(tmp_path):
         import sys, threading, torch
         from torch.nn.functional import scaled_dot_product_attention
         from cute_attn import sdpa
-        from cute_attn.host import record
         from cute_attn.sdpa.operators import Options
-        from tests import machine
-        record.allocate = machine.allocate
         torch.set_num_threads(1)
         q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16)
         leaf = q.clone().requires_grad_()
