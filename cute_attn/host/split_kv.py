@@ -79,6 +79,9 @@ SIMILAR = 0.7
 FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
 """Maximum work tiles per multiprocessor, and minimum elements of K and V that a query sees (those of 1,024 keys of head
 dim 128), for a split to pay for a second launch."""
+FEW_READING = 0.45
+"""Maximum work tiles per multiprocessor with few rows per key head, for which a split pays: so many CTAs of the forward
+read nearly as fast as all that a split has, without the second launch."""
 FEW_PACKED = 1.0
 """Maximum work tiles per multiprocessor with few queries of packed sequences: they do not end together, since lengths
 differ."""
@@ -279,6 +282,9 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
     large = large.for_lengths(*call.longest, call.group, target, window=call.window)
     waves = check_query_blocks(call, large) / multiprocessors
     unlike = call.varlen and call.longest[1] >= EVEN * call.longest[0]
+    reads = kernel.tile.tile_m >= call.longest[0] * call.group and kernel.tile.tile_m == 64 and not unlike
+    if reads and FEW_READING < waves <= kernel.tile.blocks_per_sm:
+        return False
     if waves <= (FEW_PACKED if unlike else FEW_TILES):
         return True
     # Under a causal mask the shortest work tiles come last, and leave little idle.

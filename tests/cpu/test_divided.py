@@ -51,6 +51,8 @@ WANTED = {
     "packed": (call(9, 54285, (8, 1), 256, batch=2, packed=True), "varlen-varlen_k", "fixed"),
     "causal": (call(4992, 27583, (1, 1), causal=True), "causal", "stream_k"),
     "one-query": (call(1, 32768, (32, 8), 128), "", "fixed"),
+    "few-rows-on-a-quarter": (call(1, 32768, (32, 8), 128, batch=4), "", "fixed"),
+    "many-rows-on-half": (call(64, 30000, (32, 8), 128, batch=4), "", "fixed"),
     "window": (call(64, 32768, (8, 2), 128, batch=3, window=(20000, 0)), "window", "fixed"),
     "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "fixed"),
     "function": (call(1, 32768, (32, 8), 128, epilogues={FUNCTION: ()}), FUNCTION, "fixed"),
@@ -92,6 +94,8 @@ UNWANTED = {
     "a-tile": call(1, 8192, tile="tile_n=64"),
     "softmax": call(1, 8192, return_softmax=True),
     "large-batch": call(1, 8192, (32, 8), batch=64),
+    "few-rows-on-half-of-the-card": call(4, 16384, (32, 8), 128, batch=8, causal=True),
+    "few-rows-on-two-thirds": call(2, 29249, (86, 86), 128, causal=True),
 }
 
 
