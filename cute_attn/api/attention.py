@@ -569,7 +569,7 @@ def _attend(
         draw = functools.partial(random_states.draw, q.device)
         tensors = (*tensors[:-1], draw() if torch.compiler.is_compiling() else drawn(draw))
     if torch.compiler.is_compiling():
-        return _result(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
+        return result_of(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
     key: Hashable = given
     all_tensors, read, tables = tensors if out is None else (*tensors, out), (), None
     score_mod, mask_mod, block_mask = functions
@@ -580,7 +580,7 @@ def _attend(
             packed = packed_sequences(tensors, given[1:3])
         found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1], packed)
         if found is None:
-            return _result(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
+            return result_of(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
         key, own, read, tables = found
         all_tensors = (*all_tensors, *own)
     known, outputs = plans.find(key, all_tensors, read, tables), None
@@ -594,7 +594,7 @@ def _attend(
         call = functools.partial(as_one_node, _computed, functions, tensors, given, out)
         outputs = plans.recorded(key, all_tensors, call, read, tables)
     if outputs[2] is not None:
-        return _result(outputs, given[_RETURN_LSE])
+        return result_of(outputs, given[_RETURN_LSE])
     return outputs[:2] if given[_RETURN_LSE] else outputs[0]
 
 
@@ -631,7 +631,7 @@ def _under_autocast(tensors: Tensors) -> Tensors:
     return (*cast[:3], *rest, *cast[3:], state)
 
 
-def _result(outputs: Outputs, return_lse: bool) -> Result:
+def result_of(outputs: Outputs, return_lse: bool) -> Result:
     out, lse, aux = outputs
     if aux is not None:
         return (out, lse, aux) if return_lse else (out, aux)

@@ -26,7 +26,8 @@ from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGE
 _FIELDS = Call._fields[:NUM_TENSORS]
 _BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
 _INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
-_EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
+EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
+"""Position of the epilogues' names in ``rest``: the arguments of a call that follow its tensors."""
 _RANKS = {"alibi_slopes": 1, "bias": 4}
 Dims = tuple[int | None, ...]
 _NO_MORE = (
@@ -364,7 +365,7 @@ class _Second(_Derivative):
 
 def epilogues_of(rest: tuple) -> list[Any]:
     """The epilogues that a call names, which must live as long as the call may be repeated."""
-    return [user_epilogue(item.partition(":")[0]) for item in rest[_EPILOGUES]]
+    return [user_epilogue(item.partition(":")[0]) for item in rest[EPILOGUES]]
 
 
 def _needs_loop(info: Any, rest: tuple, tensors: Sequence[Any], dims: Dims, queries: int | None) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.api import append
-from cute_attn.api.attention import Window, resolve_mask
+from cute_attn.api.attention import Result, Window, resolve_mask, result_of
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, with_block_mask
 from cute_attn.api.operators import nothing
 from cute_attn.epilogues.functions.known import with_texts, without_texts
@@ -118,7 +118,7 @@ def attention_with_kvcache(
     kernel: str | None = None,
     tile: Any = None,
     check_lengths: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Result:
     """Append new keys and values to a cache, then attend to the cache; no gradients.
 
     The definition is :mod:`cute_attn.reference.kvcache`, which also computes CPU tensors. Masks, windows and ALiBi are
@@ -246,8 +246,8 @@ check_lengths
         precision = _precision(q) if cached and k_cache.dtype == torch.float32 else ""
         key = ("attention_with_kvcache", key, latent, precision)
         found = plans.repeat(key, given, lambda: as_one_node(_attend, *arguments), read, tables)
-    if return_max_scores:
-        return found if return_lse else (found[0], found[2])
+    if found[2] is not None:
+        return result_of(found, return_lse)
     return found[:2] if return_lse else found[0]
 
 
@@ -299,9 +299,9 @@ def _attend(functions: Functions, tensors: Tensors, out: Tensor | None, options:
         epilogues=epilogues,
         epilogue_tensors=materialized(epilogue_tensors),
         epilogue_numbers=epilogue_numbers,
+        precision=_precision(q),
     )
     # On CUDA a call of known metadata is checked already.
-    call = call._replace(precision=_precision(q))
     plan = known_plan(call) if q.is_cuda and no_dispatch_mode() else None
     if plan is None:
         check_tensors(call, ("q", "k_cache", "v_cache"))

@@ -37,8 +37,8 @@ _INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 _NAMED = len(DIFFERENTIABLE)
 Outer = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 """Gradient of out, gradient of lse, out and lse. A gradient is None if it is zero."""
-_EPILOGUES, _KERNEL = (Call._fields.index(name) - NUM_TENSORS - 1 for name in ("epilogues", "kernel"))
-"""Positions among the arguments of a call that follow its tensors."""
+_KERNEL = Call._fields.index("kernel") - NUM_TENSORS - 1
+"""As ``functorch.EPILOGUES``."""
 
 
 def forward(call: Call) -> Outputs:
@@ -221,7 +221,7 @@ def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Call
     def run(*arguments: Any) -> Any:
         call, precision = functools.partial(implementation, *arguments), ""
         others = arguments[first + NUM_TENSORS + 1 :]
-        epilogues = others[_EPILOGUES]
+        epilogues = others[functorch.EPILOGUES]
         if ":" in others[_KERNEL]:
             return call()  # a variant may be registered again
         if epilogues:

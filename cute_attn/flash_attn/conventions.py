@@ -169,7 +169,7 @@ def attend_cache(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Call :func:`cute_attn.api.kvcache.attention_with_kvcache`. Returns out, and lse with return_lse, else None."""
-    found = attention_with_kvcache(
+    found: Any = attention_with_kvcache(
         q, k_cache, v_cache, return_lse=return_lse, **options, **scores.arguments()
     )
     return found if isinstance(found, tuple) else (found, None)

@@ -96,17 +96,6 @@ def sum_of_copies(made: Tensor, copies: Tensor) -> None:
     made.copy_((copies.sum(0) if len(copies) > 1 else copies[0]).view(made.shape))
 
 
-def sum_of_bins(made: Tensor, copies: Tensor) -> None:
-    """For :func:`step`: :func:`sum_of_copies` of int64 ``(copies, bins, ...)``, NaN where a number was not finite.
-
-    The bins are those of :mod:`cute_attn.epilogues.functions.gradients`.
-    """
-    total = copies.sum(0) if len(copies) > 1 else copies[0]
-    units = torch.logspace(-151, 105, len(total), 2.0, dtype=torch.float64, device=copies.device)
-    found = (total * units.view(-1, *(1,) * (total.dim() - 1))).sum(0)
-    made.copy_(found.masked_fill_(total[-1] != 0, torch.nan).view(made.shape))
-
-
 def overwritten(*tensors: Tensor, alone: bool = False, beside: Tensors = ()) -> None:
     """Increment the version counters of arguments that a kernel has written.
 

@@ -282,8 +282,8 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
     large = large.for_lengths(*call.longest, call.group, target, window=call.window)
     waves = check_query_blocks(call, large) / multiprocessors
     unlike = call.varlen and call.longest[1] >= EVEN * call.longest[0]
-    reads = kernel.tile.tile_m >= call.longest[0] * call.group and kernel.tile.tile_m == 64 and not unlike
-    if reads and FEW_READING < waves <= kernel.tile.blocks_per_sm:
+    few_rows = kernel.tile.tile_m == 64 >= call.longest[0] * call.group and not unlike
+    if few_rows and FEW_READING < waves <= kernel.tile.blocks_per_sm:
         return False
     if waves <= (FEW_PACKED if unlike else FEW_TILES):
         return True

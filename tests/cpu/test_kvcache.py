@@ -238,10 +238,10 @@ def test_a_tile_changes_the_one_of_the_call(cuda_on_cpu):
     assert (tile.num_stages, tile.pack_heads, tile.page_rows) == (4, 4, 16)
 
 
-@pytest.mark.parametrize("flag", ["return_lse", "check_lengths"])
+@pytest.mark.parametrize("flag", ["return_lse", "return_max_scores", "check_lengths"])
 def test_flags_are_checked_of_a_known_call_as_well(flag, monkeypatch):
     problem = Problem(CASES["plain"])
-    monkeypatch.setattr(plans, "repeat", lambda *_: ("out", "lse"))
+    monkeypatch.setattr(plans, "repeat", lambda *_: ("out", "lse", None))
     assert run(problem) == ("out", "lse"), "the record is taken"
     with pytest.raises(TypeError, match=f"^{flag} is 'yes'; accepted: False or True$"):
         attention_with_kvcache(problem.q, problem.k, problem.v, **problem.options() | {flag: "yes"})
