@@ -328,6 +328,11 @@ class EpilogueChain:
         """Where :meth:`forward` leaves the thread's greatest scores of each row of a tile; None without ``maxima``."""
         return state.maxima.largest if state.maxima else None
 
+    def store_maxima(self, state: ScoreState, score_map: ScoreMap, row0: Int32) -> None:
+        """Store the thread's greatest scores after the last key block of a work tile, if ``maxima`` are an output."""
+        if self.maxima and state.maxima:
+            self.maxima.store(state.maxima, score_map, row0)
+
     def rescale(self, state: ScoreState) -> Any:
         """The factor that the output is scaled by: 1 / (1 - p), or 1 without dropout."""
         return state.dropout.rescale if state.dropout else Float32(1.0)

@@ -1,20 +1,20 @@
 """Each row's greatest score, for training that clips weights by it (QK-clip, Kimi K2, arXiv:2507.20534).
 
 Scores are compared after all epilogues and masks, and without sinks. A thread keeps the greatest score that it has seen
-of each of its rows in a work tile, and only a greater one goes to memory, by an atomic maximum. So it does not matter
-which CTAs divide a row's keys, whether row maxima of the softmax are stale, or whether a work tile is replayed.
+of each of its rows in a work tile, and raises the number in memory to it once, by an atomic maximum. So it does not
+matter which CTAs divide a row's keys, whether row maxima of the softmax are stale, or whether a work tile is replayed.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.lanes import max_to
-from cute_attn.device.math import fmax, on_device
-from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.device.math import fmax, on_device, quad_reduce
+from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.epilogues.inputs import ScoreInputs
 
 _MOST_ROWS = 32
@@ -40,7 +40,7 @@ class MaximaState:
     heads_left: Int32 | None
     score_scale: Float32
     largest: Any  # cute.Tensor | None
-    seen: cute.Tensor | None
+    seen: Any
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,34 @@ class Maxima:
     @cute.jit
     def forward(self, state: MaximaState, tile: ScoreTile) -> None:
         """Note the greatest score of each row of a tile; its scores do not change."""
-        seen: Any = state.seen
         for r in cutlass.range_constexpr(len(tile.rows)):
             largest = [tile.acc[r, c] for c in range(min(4, len(tile.cols)))]
             for c in cutlass.range_constexpr(len(largest), len(tile.cols)):
                 largest[c % 4] = fmax(largest[c % 4], tile.acc[r, c])
             for other in cutlass.range_constexpr(1, len(largest)):
                 largest[0] = fmax(largest[0], largest[other])
-            if cutlass.const_expr(seen is None):
-                self._raise(state, tile, r, largest[0])
+            if cutlass.const_expr(state.seen is None):
+                head = None if cutlass.const_expr(tile.heads is None) else tile.heads[r]
+                self._raise(state, tile.row0 + tile.rows[r], head, largest[0])
             else:
                 state.largest[r] = largest[0]
-                if largest[0] > seen[r]:
-                    seen[r] = largest[0]
-                    self._raise(state, tile, r, largest[0])
+                state.seen[r] = fmax(state.seen[r], largest[0])
 
     @cute.jit
-    def _raise(self, state: MaximaState, tile: ScoreTile, r: Constexpr, largest: Float32) -> None:
-        query = tile.row0 + tile.rows[r]
+    def store(self, state: MaximaState, score_map: ScoreMap, row0: Int32) -> None:
+        """Raise the numbers in memory to the greatest scores that the lanes of each row have seen."""
+        for r in cutlass.range_constexpr(len(score_map.modes.rows)):
+            largest = quad_reduce(state.seen[r], fmax)
+            if cute.arch.lane_idx() % 4 == 0:
+                head = score_map.head(r) if cutlass.const_expr(score_map.heads > 1) else None
+                self._raise(state, row0 + score_map.query(r), head, largest)
+
+    @cute.jit
+    def _raise(self, state: MaximaState, query: Int32, head: Any, largest: Float32) -> None:
+        """head: relative to the tile's first one; None in tiles of one head."""
         exists, place = query < state.seqlen_q, Int64(query)
-        if cutlass.const_expr(tile.heads is not None):
-            exists = exists & (tile.heads[r] < state.heads_left)
-            place += Int64(tile.heads[r]) * state.head_step
+        if cutlass.const_expr(head is not None):
+            exists = exists & (head < state.heads_left)
+            place += Int64(head) * state.head_step
         if exists:
             max_to(state.first + place, largest * state.score_scale)
