@@ -104,43 +104,59 @@ class OnlineSoftmax:
             largest[c % 4] = fmax(largest[c % 4], acc[r, c])
         return fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3]))
 
+    def exceeds(self, r: Constexpr, largest: Float32) -> Boolean:
+        """True if ``largest`` exceeds row_max[r] by more than ``threshold`` allows."""
+        return (largest - self.row_max[r]) * self.scale_log2 > Float32(self.threshold)
+
     @cute.jit
     def max_to_use(self, r: Constexpr, largest: Float32) -> Float32:
         """The new row_max of row r: ``largest``, or the old row_max if ``threshold`` allows it."""
         new_max = largest
         if cutlass.const_expr(self.threshold > 0):
-            excess = (largest - self.row_max[r]) * self.scale_log2
-            new_max = self.row_max[r] if excess <= Float32(self.threshold) else largest
+            new_max = largest if self.exceeds(r, largest) else self.row_max[r]
         return new_max
 
     @cute.jit
-    def exponentiate(self, acc: cute.Tensor, r: Constexpr, new_max: Float32, masked: Constexpr) -> Float32:
-        """Convert scores of row r to P under ``new_max``; return the rescale factor of the output so far."""
-        finite_max = new_max
-        max_scaled = new_max * self.scale_log2
+    def finite_max(self, r: Constexpr, masked: Constexpr) -> tuple[Float32, Float32]:
+        """(row_max[r], the same times scale_log2), or zeros for a row that has seen no key."""
+        largest = self.row_max[r]
+        scaled = largest * self.scale_log2
         if cutlass.const_expr(masked or self.may_be_empty):
             # Scaling makes a maximum of -3e38 -inf as well; its row is not masked, but large.
-            largest = new_max if cutlass.const_expr(self.may_be_large) else max_scaled
-            fully_masked = largest == -Float32.inf
-            finite_max = Float32(0.0) if fully_masked else finite_max
-            max_scaled = Float32(0.0) if fully_masked else max_scaled
+            found = largest if cutlass.const_expr(self.may_be_large) else scaled
+            fully_masked = found == -Float32.inf
+            largest = Float32(0.0) if fully_masked else largest
+            scaled = Float32(0.0) if fully_masked else scaled
+        return largest, scaled
+
+    @cute.jit
+    def replace_max(self, r: Constexpr, new_max: Float32, masked: Constexpr) -> Float32:
+        """Set row_max[r]; rescale row_sum[r] by the factor that is returned, which the output so far needs as well."""
+        old = self.row_max[r]
+        self.row_max[r] = new_max
+        largest, _ = self.finite_max(r, masked)
+        # The difference first: with a fused multiply-add the factor of an unchanged maximum would not be exactly 1.
+        factor = exp2((old - largest) * self.scale_log2)
+        self.row_sum[r] = self.row_sum[r] * factor
+        return factor
+
+    @cute.jit
+    def exponentiate(self, acc: cute.Tensor, r: Constexpr, masked: Constexpr) -> None:
+        """Convert scores of row r to P under row_max[r], and add them to row_sum[r]."""
+        largest, max_scaled = self.finite_max(r, masked)
         if cutlass.const_expr(self.may_be_large):
             if fabs(max_scaled) > Float32(LARGE):  # as :meth:`is_large`
                 for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
-                    acc[r, c] = acc[r, c] - finite_max
+                    acc[r, c] = acc[r, c] - largest
                 max_scaled = Float32(0.0)
-        # The difference first: with a fused multiply-add the factor of an unchanged maximum would not be exactly 1.
-        factor = exp2((self.row_max[r] - finite_max) * self.scale_log2)
-        total = self.row_sum[r] * factor
         if cutlass.const_expr(self.p_exponent):
             max_scaled = max_scaled - Float32(self.p_exponent)
+        total = self.row_sum[r]
         for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
             p = exp2(product_minus(acc[r, c], self.scale_log2, max_scaled))
             acc[r, c] = p
             total = total + p
-        self.row_max[r] = new_max
         self.row_sum[r] = total
-        return factor
 
     @cute.jit
     def advance_frozen(self, acc: cute.Tensor) -> None:
@@ -174,9 +190,22 @@ class OnlineSoftmax:
     @cute.jit
     def advance(self, acc: cute.Tensor, factors: cute.Tensor, masked: Constexpr) -> None:
         """Process one key block: convert acc (rows, cols) from scores to P; set the output's rescale factors (rows)."""
-        for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
-            largest = quad_reduce(self.block_max(acc, r), fmax)
-            factors[r] = self.exponentiate(acc, r, self.max_to_use(r, largest), masked)
+        rows: Constexpr = cute.size(acc, mode=[0])
+        if cutlass.const_expr(self.threshold > 0):
+            # A vote takes the place of the rows' reductions until a lane's score exceeds its row's maximum.
+            largest, exceeded = cute.make_rmem_tensor(cute.make_layout(rows), Float32), Boolean(False)
+            for r in cutlass.range_constexpr(rows):
+                largest[r], factors[r] = self.block_max(acc, r), Float32(1.0)
+                exceeded = exceeded | self.exceeds(r, largest[r])
+            if cute.arch.vote_any_sync(exceeded):
+                for r in cutlass.range_constexpr(rows):
+                    new_max = self.max_to_use(r, quad_reduce(largest[r], fmax))
+                    factors[r] = self.replace_max(r, new_max, masked)
+        else:
+            for r in cutlass.range_constexpr(rows):
+                factors[r] = self.replace_max(r, quad_reduce(self.block_max(acc, r), fmax), masked)
+        for r in cutlass.range_constexpr(rows):
+            self.exponentiate(acc, r, masked)
 
     @cute.jit
     def rescale(self, acc_o: cute.Tensor, factors: cute.Tensor) -> None:

@@ -270,7 +270,8 @@ def _exponentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: C
     softmax = stored.load_stats()
     for r in cutlass.range_constexpr(len(rows)):
         row_max = softmax.max_to_use(r, ctx.buffers.maxima[rows[r]])
-        ctx.buffers.factors[rows[r]] = softmax.exponentiate(tile.acc, r, row_max, masked)
+        ctx.buffers.factors[rows[r]] = softmax.replace_max(r, row_max, masked)
+        softmax.exponentiate(tile.acc, r, masked)
     stored.store_stats(softmax)
     _copy(acc, p)
     _copy(p, ctx.part(ctx.buffers.p, thread, block))
@@ -353,7 +354,8 @@ def _weigh(
     for r in cutlass.range_constexpr(len(rows)):
         buffers.unseen[rows[r]] = Float32(1.0) if softmax.row_max[r] == -Float32.inf else Float32(0.0)
         row_max = softmax.max_to_use(r, buffers.maxima[rows[r]])
-        buffers.factors[rows[r]] = softmax.exponentiate(tile.acc, r, row_max, masked)
+        buffers.factors[rows[r]] = softmax.replace_max(r, row_max, masked)
+        softmax.exponentiate(tile.acc, r, masked)
     stored.store_stats(softmax)
     _copy(ctx.part(buffers.products_dot, thread, block), dot)
     dots = tile.of(ctx.score_map(thread).view(dot))

@@ -86,7 +86,8 @@ class SharedRows:
         exchange.read(maxima, fmax)
         factors = cute.make_rmem_tensor_like(maxima)
         for r in cutlass.range_constexpr(cute.size(maxima)):
-            factors[r] = softmax.exponentiate(scores.acc, r, maxima[r], masked)
+            factors[r] = softmax.replace_max(r, maxima[r], masked)
+            softmax.exponentiate(scores.acc, r, masked)
         stored.store_stats(softmax)
         self.share_probabilities(scores, acc_s, thread)
         cute.arch.barrier()
