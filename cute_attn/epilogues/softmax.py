@@ -45,7 +45,7 @@ class OnlineSoftmax:
     may_be_large: Constexpr = False  # scores may be beyond LARGE, down to fp32's smallest number
     p_exponent: Constexpr = 0  # P, row_sum and the output are times 2^p_exponent: digits of small P in fp16
     p_dtype: Constexpr = None  # type that P is rounded to; None if it keeps at least 22 bits
-    tile_maxima: Any = None  # cute.Tensor of the maxima of the thread's elements, if they are known
+    seen: Any = None  # the thread's greatest score of each row, (rows), if ``row_max`` may be another number
 
     @staticmethod
     def make(
@@ -57,7 +57,7 @@ class OnlineSoftmax:
         may_be_large: bool = False,
         p_exponent: int = 0,
         p_dtype: Any = None,
-        tile_maxima: cute.Tensor | None = None,
+        keeps_greatest: bool = False,
     ) -> "OnlineSoftmax":
         """Initial statistics: row_max -inf, row_sum 0.
 
@@ -67,14 +67,18 @@ class OnlineSoftmax:
                 rarely rescaled. P is then at most 2^t, without loss of precision.
             p_exponent: see the attribute; :meth:`finish` undoes it.
             p_dtype: see the attribute and :meth:`rounding`.
-            tile_maxima: see :meth:`EpilogueChain.tile_maxima`.
+            keeps_greatest: keep each row's greatest score in ``seen``, for an output.
         """
         if stats is None:
             stats = cute.make_rmem_tensor(cute.make_layout((rows, 2)), Float32)
         row_max, row_sum = stats[None, 0], stats[None, 1]
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
-        options = (may_be_empty, threshold, may_be_large, p_exponent, p_dtype, tile_maxima)
+        seen = None
+        if keeps_greatest:
+            seen = cute.make_rmem_tensor(cute.make_layout(rows), Float32)
+            seen.fill(-Float32.inf)
+        options = (may_be_empty, threshold, may_be_large, p_exponent, p_dtype, seen)
         return OnlineSoftmax(row_max, row_sum, scale_log2, *options)
 
     def load_stats(self) -> "OnlineSoftmax":
@@ -95,14 +99,15 @@ class OnlineSoftmax:
     @cute.jit
     def block_max(self, acc: cute.Tensor, r: Constexpr) -> Float32:
         """max(row_max[r], the thread's elements of row r)."""
-        if cutlass.const_expr(self.tile_maxima is not None):
-            return fmax(self.row_max[r], self.tile_maxima[r])
         cols = cute.size(acc, mode=[1])
         # Four independent chains hide the latency.
         largest = [self.row_max[r], acc[r, 0], acc[r, 1], acc[r, 2]]
         for c in cutlass.range_constexpr(3, cols):
             largest[c % 4] = fmax(largest[c % 4], acc[r, c])
-        return fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3]))
+        found = fmax(fmax(largest[0], largest[1]), fmax(largest[2], largest[3]))
+        if cutlass.const_expr(self.seen is not None):
+            self.seen[r] = fmax(self.seen[r], found)
+        return found
 
     def exceeds(self, r: Constexpr, largest: Float32) -> Boolean:
         """True if ``largest`` exceeds row_max[r] by more than ``threshold`` allows."""
@@ -164,11 +169,17 @@ class OnlineSoftmax:
         for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
             max_scaled = self.row_max[r] * self.scale_log2
             total = self.row_sum[r]
+            chains = [] if cutlass.const_expr(self.seen is None) else [self.seen[r]] * 4
             for c in cutlass.range_constexpr(cute.size(acc, mode=[1])):
+                if cutlass.const_expr(self.seen is not None):
+                    # One score at a time: nothing waits for the greatest one, and exponentials hide it.
+                    chains[c % 4] = fmax(chains[c % 4], acc[r, c])
                 p = exp2(product_minus(acc[r, c], self.scale_log2, max_scaled))
                 acc[r, c] = p
                 total = total + p
             self.row_sum[r] = total
+            if cutlass.const_expr(self.seen is not None):
+                self.seen[r] = fmax(fmax(chains[0], chains[1]), fmax(chains[2], chains[3]))
 
     def within(self, r: Constexpr, limit: Constexpr) -> Boolean:
         """True if row r's stale maximum was large enough; False if it was -inf (the sum is inf or NaN).

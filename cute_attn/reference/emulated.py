@@ -328,6 +328,9 @@ def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
             sinks = chain.sinks_of_rows(args, head, Int32(ctx.heads), ctx.score_map(thread))
             factor, lse = softmax.finish_with_sink(r, row_sum, rescale, sinks[r])
         ctx.buffers.factors[rows[r]], ctx.buffers.lse[rows[r]] = factor, lse
+        if cutlass.const_expr(chain.maxima is not None):
+            largest, score_map = ctx.buffers.maxima[rows[r]], ctx.score_map(thread)
+            chain.maxima.store_row(ctx.state.maxima, largest, score_map, ctx.row0 // ctx.heads, r)
 
 
 # ---- tangents ----

@@ -105,7 +105,7 @@ class Consumer(ForwardRole):
             threshold=self.kernel.tile.rescale_threshold,
             may_be_large=chain.may_be_large,
             p_dtype=self.kernel.dtype,
-            tile_maxima=chain.tile_maxima(state),
+            keeps_greatest=chain.maxima is not None,
         )
         return self.loop(
             self.kernel, self.storage, self.thread, tile, blocks, state, score_map, softmax, uses
@@ -137,7 +137,7 @@ class StagedResults:
         sinks = loop.sinks(self.params, thread)
         loop.softmax.normalize(fragments.acc_o_rows, lse, kernel.epilogues.rescale(loop.state), sinks)
         store_lse(self.outputs.mLSE, lse, kernel.score_map(thread), tile, kernel.traits.varlen)
-        kernel.epilogues.store_maxima(loop.state, kernel.score_map(thread), tile.row0)
+        kernel.epilogues.store_maxima(loop.state, loop.softmax, kernel.score_map(thread), tile.row0)
         s_o = loop.storage.s_o[None, None, group]
         output = OutputStore(kernel, self.outputs, s_o, group, thread % WARPGROUP)
         output.store(fragments.acc_o, tile)

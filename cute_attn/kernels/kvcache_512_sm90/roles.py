@@ -107,7 +107,9 @@ class CacheScoreResults:
         multiply_rows(fragments.acc_o_rows, fragments.factors)
         o_map = output_map(kernel, SCORES, thread)
         self.results.write(kernel, loop.query_tile, fragments.acc_o_rows, lse, o_map)
-        kernel.epilogues.store_maxima(loop.state, kernel.score_map(thread), loop.query_tile.row0)
+        kernel.epilogues.store_maxima(
+            loop.state, loop.softmax, kernel.score_map(thread), loop.query_tile.row0
+        )
 
 
 @dataclass(frozen=True)
