@@ -412,11 +412,6 @@ told({0: HALF}, tile="tile_n=16") -> NotImplementedError: kernel or tile is give
 told({0: HALF.float()}) -> ValueError: the tangent of q is (1, 4, 2, 16), torch.float32
 told({1: HALF[:, :2]}) -> ValueError: the tangent of k is (1, 2, 2, 16)
 told({}, **dict.fromkeys("qkv", HALF.float())) -> NotImplementedError: q is fp32 in
-lookup("jvp-sm80-fp32-d64") -> Unsupported: dtype is fp32; accepted: fp16, bf16
-lookup("jvp-sm80-bf16-d256") -> Unsupported: head_dim_v is 256; accepted: up to 128
-lookup("jvp-sm90-fp32-d64") -> Unsupported: dtype is fp32; accepted: fp16, bf16
-lookup("jvp-sm90-bf16-d192x128") -> Unsupported: head_dim is 192; accepted: multiples of 8 up to 128
-lookup("jvp-sm80-bf16-d64", "pack_heads=2") -> Unsupported: accepted with tangents: tile_m=64
 """
 
 
