@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen, flash_attn, flex, merge_attention, sdpa, transformers
+from cute_attn import (
+    attention,
+    attention_sums,
+    attention_varlen,
+    attention_with_kvcache,
+    flash_attn,
+    flex,
+    merge_attention,
+    sdpa,
+    transformers,
+)
 from cute_attn.flash_attn import flash_attn_interface, rotary
 from cute_attn.host.activation import Options
 from tests.compared import same
@@ -25,6 +35,15 @@ def dense(q, k, v, bias):
 def packed(q, k, v, bias):
     rows = (q[0], k[0], v[0], CU_Q, CU_K, 5, 5)
     return attention_varlen(*rows, bias=bias[..., :5], softcap=2.0, return_lse=True)
+
+
+def maxima(q, k, v):
+    first = attention(q, k, v, causal=True, return_max_scores=True)
+    return *first, *attention_with_kvcache(q, k, v, return_lse=True, return_max_scores=True)
+
+
+def sums(q, k, slopes):
+    return attention_sums(q, k, causal=True, alibi_slopes=slopes)
 
 
 def flash(q, k, v):
@@ -66,10 +85,12 @@ CALLS = {
     "transformers, masked": (lambda *x: of_transformers(*x, BAND), HEADS_FIRST),
     "flex": (lambda q, k, v: flex.flex_attention(q, k, v, scale=0.5), HEADS_FIRST),
     "PyTorch's operators": (of_pytorch, HEADS_FIRST),
+    "maxima": (maxima, QKV),
+    "sums": (sums, (*QKV[:2], (4,))),
     "merge": (merge_attention, ((3, 2, 5, 3, 16), (3, 2, 3, 5))),
 }
-WITHOUT_GRADIENTS = ("flash_attn's steps", "merge")
-WITH_SYMBOLS = ("attention", "attention_varlen", "merge")
+WITHOUT_GRADIENTS = ("flash_attn's steps", "maxima", "sums", "merge")
+WITH_SYMBOLS = ("attention", "attention_varlen", "maxima", "sums", "merge")
 
 
 @pytest.mark.parametrize(

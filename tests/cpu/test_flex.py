@@ -20,6 +20,7 @@ from cute_attn.reference.check_epilogue import for_each
 from cute_attn.sdpa.observe import Observer
 from tests import refusals
 from tests.compared import same
+from tests.fuzz import oracle
 
 BATCH, NHEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 100, 150
 GENERATOR = torch.Generator().manual_seed(0)
@@ -52,14 +53,9 @@ def inputs(nheads_kv=NHEADS, dtype=torch.float64, lengths=(SEQLEN_Q, SEQLEN_K), 
 
 def dense(q, k, v, score_mod=None, shown=None):
     """The definition, differentiable. shown: bool, or None for all."""
-    k, v = (x.expand(q.shape[0], -1, -1, -1).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    if score_mod is not None:
-        scores = for_each(score_mod, True)(scores, *(torch.arange(n) for n in scores.shape))
-    if shown is not None:
-        scores = scores.masked_fill(~shown, -torch.inf)
-    seen = scores.isfinite().any(-1, keepdim=True)
-    return torch.where(seen, scores, 0.0).softmax(-1) * seen @ v, scores.logsumexp(-1)
+    given = (x.expand(q.shape[0], -1, -1, -1).transpose(1, 2) for x in (q, k, v))
+    out, lse = oracle.batched(*given, score_mod=score_mod, bias=shown)
+    return out.transpose(1, 2), lse
 
 
 # ---- functions as programs have them ----

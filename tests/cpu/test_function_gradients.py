@@ -191,21 +191,6 @@ def test_calls_that_read_no_element_have_a_gradient_of_zeros(tensor):
     assert torch.equal(found, torch.zeros_like(own))
 
 
-def test_in_a_compiled_program():
-    q, k, v = (randn(1, 40, 3, 16) for _ in range(3))
-    table = TABLE.clone().requires_grad_()
-
-    def bias(score, b, h, q_idx, kv_idx):
-        return score + table[h, (kv_idx - q_idx).clamp(-4, 4) + 4]
-
-    def loss(q):
-        return attention(2 * q, k, v, score_mod=bias).square().sum()
-
-    (expected,) = torch.autograd.grad(loss(q), table)
-    (found,) = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(q), table)
-    torch.testing.assert_close(found, expected)
-
-
 def test_what_is_refused():
     wanted = (True, True, False)
     with pytest.raises(

@@ -364,7 +364,7 @@ def test_every_read_of_a_table_has_a_gradient(read):
     q, k, v = (x.detach() for x in inputs(20, 30, 3, 3))
     function = eval(f"lambda s, b, h, i, j: (lambda d: s * (1 + {read}))(i - j)", globals())
     got = attention(q, k, v, score_mod=function)
-    expected = dense(q, k, v, lambda s, b, h, i, j: s * (1 + GRID[h, i - j]))[0]
+    expected = oracle.batched(q, k, v, score_mod=lambda s, b, h, i, j: s * (1 + GRID[h, i - j]))[0]
     torch.testing.assert_close(got, expected)
     grads = [torch.autograd.grad(out.square().sum(), GRID)[0] for out in (got, expected)]
     torch.testing.assert_close(*grads)
@@ -380,7 +380,7 @@ def test_views_of_tables_are_those_of_the_next_call():
     before, whole = known.traces_alone(), torch.randn(5, 3, 30, dtype=torch.float64, requires_grad=True)
     for table in whole.unbind():
         got = attention(q, k, v, score_mod=viewed(table))
-        expected = dense(q, k, v, viewed(table))[0]
+        expected = oracle.batched(q, k, v, score_mod=viewed(table))[0]
         torch.testing.assert_close(got, expected)
         grads = [torch.autograd.grad(out.square().sum(), whole)[0] for out in (got, expected)]
         torch.testing.assert_close(*grads)
@@ -413,7 +413,7 @@ def test_views_with_another_gradient_are_made_in_each_call(made):
         table = torch.randn(3, 30, dtype=torch.float64, requires_grad=learnt)
         found = attention(q, k, v, score_mod=lambda s, b, h, i, j, x=table: s + made(x)[h, j])
     view = made(table)
-    expected = dense(q, k, v, lambda s, b, h, i, j: s + view[h, j])[0]
+    expected = oracle.batched(q, k, v, score_mod=lambda s, b, h, i, j: s + view[h, j])[0]
     torch.testing.assert_close(found, expected)
     assert found.requires_grad == expected.requires_grad
     if found.requires_grad:  # it may be a view without gradients
@@ -443,21 +443,11 @@ def test_indices_of_rows_that_no_sequence_has_are_none():
     q, k, v = (x.detach() for x in inputs())
     table, used = torch.randn(10), torch.tensor([10, 10], dtype=torch.int32)
     out = attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[j], seqused_k=used)
-    expected = dense(q, k[:, :10], v[:, :10], lambda s, b, h, i, j: s + table[j])[0]
+    expected = oracle.batched(q, k[:, :10], v[:, :10], score_mod=lambda s, b, h, i, j: s + table[j])[0]
     torch.testing.assert_close(out, expected)
 
 
 # ---- attention on the CPU ----
-
-
-def dense(q, k, v, score_mod=None, mask_mod=None, bias=None, causal=False):
-    """FlexAttention's definition: out and LSE."""
-    window = (None, 0 if causal else None)
-    scale = q.shape[-1] ** -0.5
-    options = oracle.Options(scale, bias=bias, score_mod=score_mod, mask_mod=mask_mod, window=window)
-    shift = k.shape[1] - q.shape[1]
-    found = [oracle.attend(*x, options, q.dtype, b, shift) for b, x in enumerate(zip(q, k, v, strict=True))]
-    return tuple(map(torch.stack, zip(*found, strict=True)))
 
 
 def inputs(seqlen_q=20, seqlen_k=30, nheads=4, nheads_kv=2):
@@ -475,7 +465,7 @@ def test_users_epilogues_come_first():
     def both(score, b, h, q_idx, kv_idx):
         return softcap(score + table[h, (kv_idx - 10 - q_idx).clamp(-4, 4) + 4], b, h, q_idx, kv_idx)
 
-    torch.testing.assert_close(got, dense(q, k, v, both)[0])
+    torch.testing.assert_close(got, oracle.batched(q, k, v, score_mod=both)[0])
 
 
 # ---- identity ----
@@ -531,7 +521,7 @@ def test_flex_attentions_own_combinations():
     mask = and_masks(causal, or_masks(document, lambda b, h, q, k: k < 4))
     by_hand = epilogue_of(None, lambda b, h, q, k: causal(b, h, q, k) & (document(b, h, q, k) | (k < 4)))[0]
     q, k, v = inputs(30, 30, 3, 3)
-    torch.testing.assert_close(attention(q, k, v, mask_mod=mask), dense(q, k, v, None, mask)[0])
+    torch.testing.assert_close(attention(q, k, v, mask_mod=mask), oracle.batched(q, k, v, mask_mod=mask)[0])
     assert epilogue_of(None, mask)[0] and by_hand and epilogue_of(None, noop_mask)[0] == ""
 
 

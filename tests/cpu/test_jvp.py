@@ -22,6 +22,7 @@ from cute_attn.reference import attention as definition
 from cute_attn.reference.tilings import TINY, Scores
 from tests import emulated_kvcache, machine, refusals
 from tests import tensors as drawn
+from tests.fuzz import oracle
 from tests.tensors import int32
 
 randn = functools.partial(drawn.randn, dtype=torch.float64)
@@ -36,38 +37,17 @@ def same(found, expected):
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-11)
 
 
-def dense(q, k, v, *, scale=8**-0.5, softcap=0.0, mask=None, bias=None, slopes=None, sinks=None, keep=None):
-    """out and lse in plain torch."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    if softcap:
-        s = softcap * torch.tanh(s / softcap)
-    distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
-    if slopes is not None:
-        s = s - slopes[:, None, None] * distance.abs()
-    if bias is not None:
-        s = s + bias
-    if mask is not None:
-        s = s.masked_fill(~mask(distance), -math.inf)
-    wide = s if sinks is None else torch.cat((s, sinks[:, None, None].expand(*s.shape[:3], 1)), -1)
-    lse = wide.logsumexp(-1)
-    p = (s - lse[..., None]).exp()
-    return torch.einsum("bhqk,bkhd->bqhd", p if keep is None else p * keep, v), lse
-
-
-def causal(distance):
-    return distance >= 0
-
-
+CAUSAL = (None, 0)
+# options of a call, the oracle's, and shapes of more tensors
 CALLS = {
     "plain": ({}, {}, {}),
-    "causal": ({"causal": True}, {"mask": causal}, {}),
-    "window": ({"window": (2, 1)}, {"mask": lambda x: (x <= 2) & (x >= -1)}, {}),
+    "causal": ({"causal": True}, {"window": CAUSAL}, {}),
+    "window": ({"window": (2, 1)}, {"window": (2, 1)}, {}),
     "softcap": ({"softcap": 1.5}, {"softcap": 1.5}, {}),
-    "scale": ({"softmax_scale": -0.3, "causal": True}, {"scale": -0.3, "mask": causal}, {}),
+    "scale": ({"softmax_scale": -0.3, "causal": True}, {"scale": -0.3, "window": CAUSAL}, {}),
     "bias": ({"softcap": 2.0}, {"softcap": 2.0}, {"bias": (2, 4, 5, 6)}),
     "broadcast bias": ({}, {}, {"bias": (1, 4, 1, 6)}),
-    "sinks": ({"causal": True}, {"mask": causal}, {"sinks": (4,)}),
+    "sinks": ({"causal": True}, {"window": CAUSAL}, {"sinks": (4,)}),
 }
 
 
@@ -80,7 +60,7 @@ def test_tangents_of_every_argument(name, transform):
     def call(given):
         return attention(**given, **options, return_lse=True)
 
-    expected = jvp(lambda x: dense(**x, **plain), (given,), (dots,))
+    expected = jvp(lambda x: oracle.batched(**x, **plain), (given,), (dots,))
     if transform == "jvp":
         same(jvp(call, (given,), (dots,)), expected)
     elif transform == "vmap":
@@ -103,7 +83,7 @@ def test_a_tangent_of_one_tensor(of):
     def call(x):
         return attention(**given | {of: x}, alibi_slopes=slopes)
 
-    expected = jvp(lambda x: dense(**given | {of: x}, slopes=slopes)[0], (given[of],), (dot,))
+    expected = jvp(lambda x: oracle.batched(**given | {of: x}, alibi=slopes)[0], (given[of],), (dot,))
     same(jvp(call, (given[of],), (dot,)), expected)
 
 
@@ -124,7 +104,13 @@ def test_dropout(mask):
     _, p = attention(**given, dropout_p=0.4, dropout_mask=mask, rng_state=state, return_softmax=True)
     keep = (~p.signbit()).double() / 0.6
     assert 0 < keep.count_nonzero() < keep.numel()
-    same(jvp(call, (given,), (dots,)), jvp(lambda x: dense(**x, keep=keep)[0], (given,), (dots,)))
+
+    def expected(given):
+        q, k, v = (x.repeat_interleave(4 // x.shape[2], 2) for x in given.values())
+        p = (torch.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", keep * p, v)
+
+    same(jvp(call, (given,), (dots,)), jvp(expected, (given,), (dots,)))
 
 
 def test_packed_sequences():
@@ -137,7 +123,9 @@ def test_packed_sequences():
 
     def expected(given):
         rows = [slice(0, 2), slice(2, 5)]
-        parts = [dense(**{x: y[None, own] for x, y in given.items()}, mask=causal)[0][0] for own in rows]
+        parts = [
+            oracle.batched(**{x: y[None, own] for x, y in given.items()}, window=CAUSAL)[0][0] for own in rows
+        ]
         return torch.cat(parts)
 
     same(jvp(call, (given,), (dots,)), jvp(expected, (given,), (dots,)))
@@ -182,7 +170,7 @@ def test_of_vmap():
     many, dot = torch.stack((given["q"], dots["q"])), randn(2, *SHAPES["q"], seed=30)
     call = lambda q: attention(q, given["k"], given["v"], causal=True)  # noqa: E731
     found = jvp(vmap(call), (many,), (dot,))
-    each = lambda x: torch.stack([dense(y, given["k"], given["v"], mask=causal)[0] for y in x])  # noqa: E731
+    each = lambda x: torch.stack([oracle.batched(y, given["k"], given["v"], window=CAUSAL)[0] for y in x])  # noqa: E731
     same(found, jvp(each, (many,), (dot,)))
 
 
@@ -199,7 +187,7 @@ def test_gradients_of_tensors_with_tangents(functional):
         return loss(jvp(lambda x: attention(**x, causal=True, return_lse=True), (given,), (dots,))[0])
 
     leaves = {name: x.clone().requires_grad_() for name, x in given.items()}
-    expected = torch.autograd.grad(loss(dense(**leaves, mask=causal)), list(leaves.values()))
+    expected = torch.autograd.grad(loss(oracle.batched(**leaves, window=CAUSAL)), list(leaves.values()))
     if functional:
         found = grad(of_ours)(given).values()
     else:
@@ -262,7 +250,7 @@ def test_the_definition_itself():
     """Chunks of the definition write tangents in place."""
     given, dots = tensors(), tensors(seed=10)
     call = lambda x: definition(*x.values(), 0.3, Features(), ScoreInputs(), FULL_LENGTHS)[0]  # noqa: E731
-    same(jvp(call, (given,), (dots,)), jvp(lambda x: dense(**x, scale=0.3)[0], (given,), (dots,)))
+    same(jvp(call, (given,), (dots,)), jvp(lambda x: oracle.batched(**x, scale=0.3)[0], (given,), (dots,)))
 
 
 # ---- the kernel ----
@@ -412,11 +400,6 @@ told({0: HALF}, tile="tile_n=16") -> NotImplementedError: kernel or tile is give
 told({0: HALF.float()}) -> ValueError: the tangent of q is (1, 4, 2, 16), torch.float32
 told({1: HALF[:, :2]}) -> ValueError: the tangent of k is (1, 2, 2, 16)
 told({}, **dict.fromkeys("qkv", HALF.float())) -> NotImplementedError: q is fp32 in
-lookup("jvp-sm80-fp32-d64") -> Unsupported: dtype is fp32; accepted: fp16, bf16
-lookup("jvp-sm80-bf16-d256") -> Unsupported: head_dim_v is 256; accepted: up to 128
-lookup("jvp-sm90-fp32-d64") -> Unsupported: dtype is fp32; accepted: fp16, bf16
-lookup("jvp-sm90-bf16-d192x128") -> Unsupported: head_dim is 192; accepted: multiples of 8 up to 128
-lookup("jvp-sm80-bf16-d64", "pack_heads=2") -> Unsupported: accepted with tangents: tile_m=64
 """
 
 

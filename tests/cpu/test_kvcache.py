@@ -6,7 +6,6 @@ the forward kernel would get.
 
 import contextlib
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -78,14 +77,6 @@ def test_a_length_for_all_and_none_for_full_entries():
     assert run(problem, cache_seqlens=9)[0].equal(expected)
     full = Problem(dataclasses.replace(case, lengths=(24, 24)))
     assert run(full, cache_seqlens=None)[0].equal(run(full)[0])
-
-
-def test_out_is_written():
-    problem = Problem(CASES["plain"])
-    expected, _ = run(problem)
-    out = torch.full_like(expected, math.nan)
-    found, _ = run(problem, out=out)
-    assert found is out and out.equal(expected)
 
 
 def test_a_window_that_hides_nothing_still_moves_the_angle():
@@ -508,15 +499,32 @@ def test_schemas_say_what_is_written():
         assert written == ["k_cache", "v_cache"]
 
 
-@pytest.mark.parametrize("name", ["packed-append", "page-3", "rotary-halves-causal", "latent"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "packed-append",
+        "page-3",
+        "rotary-halves-causal",
+        "latent",
+        "bias",
+        "bias as a mask",
+        "bias and blocks",
+    ],
+)
 def test_under_torch_compile(name):
+    own = {}
     if name == "latent":
         problem, expected = latent("page-3", torch.float32)
     else:
-        problem, expected = (Problem(CASES[name], dtype=torch.float32) for _ in range(2))
+        case = CASES[name.split()[0]]
+        problem, expected = (Problem(case, dtype=torch.float32) for _ in range(2))
+    if name == "bias as a mask":
+        own = {"bias": problem.bias > 0}
+    if name == "bias and blocks":
+        own = {"block_mask": block_mask_of(1, 6, 3, 24)}
     traced = torch.compile(attention_with_kvcache, fullgraph=True, backend="aot_eager")
-    found = traced(problem.q, problem.k, problem.v, return_lse=True, **problem.options())
-    torch.testing.assert_close(found, run(expected))
+    found = traced(problem.q, problem.k, problem.v, return_lse=True, **(problem.options() | own))
+    torch.testing.assert_close(found, run(expected, **own))
     assert problem.k.nan_to_num(7.0).equal(expected.k.nan_to_num(7.0))
 
 
@@ -674,20 +682,6 @@ def test_a_record_follows_a_block_mask(monkeypatch):
         found = list(results(lambda mask: {"block_mask": mask}))
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     assert len(made) < len(found)
-
-
-@pytest.mark.parametrize("what", ["bias", "bool", "block_mask"])
-def test_bias_and_block_mask_under_torch_compile(what):
-    problem = Problem(CASES["bias"], dtype=torch.float32)
-    mask = block_mask_of(1, 6, 3, 24)
-    own = (
-        {"block_mask": mask}
-        if what == "block_mask"
-        else {"bias": problem.bias > 0 if what == "bool" else problem.bias}
-    )
-    traced = torch.compile(attention_with_kvcache, fullgraph=True, backend="aot_eager")
-    found = traced(problem.q, problem.k, problem.v, return_lse=True, **(problem.options() | own))
-    torch.testing.assert_close(found, run(problem, **own))
 
 
 def test_a_plan_serves_tensors_of_its_functions_of_one_kind():

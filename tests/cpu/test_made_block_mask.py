@@ -343,10 +343,6 @@ def told(mask_mod=causal, b=1, h=None, q_len=200, kv_len=300, device="cpu", **op
 WRONG = """
 kernel_of(None, many_values) -> Unsupported: the mask has 33 values of a query; accepted: up to 32
 kernel_of(lambda s, b, h, q, k: s * 2, causal) -> Unsupported: does more than hide keys; accepted: a mask_mod
-lookup("block_kinds-sm80-bf16-d64") -> Unsupported: accepted: block_kinds-sm80-bf16-d128
-lookup("block_lists-sm80-bf16-d128-causal") -> Unsupported: accepted: block_lists-sm80-bf16-d128
-lookup("block_kinds-sm80-bf16-d128", "tile_m=48") -> Unsupported: multiples of 32 up to 512
-lookup("block_kinds-sm80-bf16-d128", "rows=3") -> Unsupported: divisors of tile_m, 128
 told(3) -> TypeError: mask_mod is an int; accepted: a function of (batch, head, query, key)
 told(lambda b, h, q, k: q - k) -> TypeError: mask_mod returned an integer; accepted: a bool
 told(lambda b, h, q, k: q.sort()) -> TypeError: mask_mod uses sort; accepted

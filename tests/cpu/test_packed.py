@@ -1,11 +1,10 @@
-"""Views of one tensor, their gradients as one tensor, and gradients into given tensors, on the CPU."""
+"""Views of one tensor, and their gradients as one tensor, on the CPU."""
 
 import pytest
 import torch
 
-from cute_attn import attention, attention_backward
+from cute_attn import attention
 from cute_attn.host import fused_qkv
-from tests import refusals
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -56,36 +55,3 @@ def test_parts_are_found_by_strides_and_addresses():
     assert fused_qkv.number_packed((q, *kv.unbind(-3))) == 2
     assert fused_qkv.number_packed((q.contiguous(), k.contiguous(), v.contiguous())) == 0
     assert fused_qkv.number_packed((q, k, v[..., :6])) == 0
-
-
-def call(**options):
-    q, k, v = (torch.randn(2, 7, 3, 8) for _ in range(3))
-    out, lse = attention(q, k, v, return_lse=True)
-    return attention_backward(torch.randn_like(out), q, k, v, out, lse, **options)
-
-
-def test_gradients_go_into_given_tensors():
-    torch.manual_seed(0)
-    expected = call()
-    together = torch.full((2, 7, 3, 3, 8), float("nan"))
-    torch.manual_seed(0)
-    found = call(into=together.unbind(-3))
-    for i, (own, wanted) in enumerate(zip(found, expected, strict=True)):
-        assert own.data_ptr() == together[:, :, i].data_ptr()
-        torch.testing.assert_close(own, wanted)
-
-
-NEW = torch.empty(2, 7, 3, 8)
-
-
-@refusals.each("""
-call(into=NEW) -> TypeError: into is a Tensor; accepted: a list or a tuple of tensors
-call(into=[NEW] * 2) -> TypeError: into has 2 tensors; accepted: 3, one for each of
-call(into=[NEW, NEW.clone(), torch.empty(2, 7, 3, 9)]) -> ValueError: dv has shape
-call(into=[NEW.double()] * 3) -> ValueError: dq has dtype
-call(into=[NEW[:, :, :1].expand(2, 7, 3, 8)] * 3) -> ValueError: dq has shape ..., so that elements share memory
-call(into=[torch.empty(2, 7, 3, 8, requires_grad=True)] * 3) -> ValueError: dq requires a gradient
-call(into=["x"] * 3) -> TypeError: into[0] is a str; accepted: a torch.Tensor
-""")
-def test_a_wrong_tensor_is_refused(call, sentence):
-    refusals.check(call, sentence, globals())

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import cute_attn
 from cute_attn.host import random_states
 from cute_attn.host.random_states import DRAWN, STEP
 from tests import machine
@@ -44,17 +43,6 @@ def generator(monkeypatch):
 
 def draws(n):
     return [tuple(random_states.draw(CUDA).tolist()) for _ in range(n)]
-
-
-def test_draw_rng_state_gives_a_calls_state(monkeypatch):
-    """The argument ``rng_state`` is documented to accept it."""
-    q = torch.randn(1, 5, 2, 8)
-    torch.manual_seed(3)
-    state = cute_attn.draw_rng_state("cpu")
-    assert state.shape == (2,) and state.dtype == torch.int64 and "draw_rng_state" in cute_attn.__all__
-    torch.manual_seed(3)
-    expected = cute_attn.attention(q, q, q, dropout_p=0.5)
-    assert torch.equal(cute_attn.attention(q, q, q, dropout_p=0.5, rng_state=state), expected)
 
 
 def test_many_states_are_one_launch(generator):

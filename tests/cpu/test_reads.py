@@ -15,22 +15,15 @@ from cute_attn.epilogues import names
 from cute_attn.epilogues.functions import known
 from cute_attn.epilogues.functions.known import epilogue_of
 from tests import refusals
+from tests.fuzz import oracle
 
 TABLE = torch.tensor([1.0, 1.0])
 QUERIES, KEYS, VALUES = torch.randn(3, 1, 12, 2, 16, generator=torch.Generator().manual_seed(0)).unbind()
 
 
-def by_vmap(function):
-    """Attention of Q, K and V with the scores that torch computes for a score_mod, one at a time."""
-    scores = torch.einsum("bihd,bjhd->bhij", QUERIES, KEYS) / 4
-    indices = [torch.arange(n) for n in (*scores.shape[:3], scores.shape[3])]
-    for axis in (3, 2, 1, 0):
-        function = torch.vmap(function, (0, *(0 if axis == i else None for i in range(4))))
-    return torch.einsum("bhij,bjhd->bihd", function(scores, *indices).softmax(-1), VALUES)
-
-
 def check(function):
-    torch.testing.assert_close(attention(QUERIES, KEYS, VALUES, score_mod=function), by_vmap(function))
+    expected = oracle.batched(QUERIES, KEYS, VALUES, score_mod=function)[0]
+    torch.testing.assert_close(attention(QUERIES, KEYS, VALUES, score_mod=function), expected)
 
 
 MODULE = """
@@ -373,7 +366,8 @@ def test_a_trace_without_gradients_serves_calls_with_some():
     torch.testing.assert_close(gradients(function, LEARNED), dense_gradients(function, LEARNED))
     with torch.no_grad():  # without gradients only a Function's forward matters
         found = attention(QUERIES, KEYS, VALUES, score_mod=by_floor)
-    torch.testing.assert_close(found, by_vmap(lambda s, *_: torch.floor(s)))
+    expected = oracle.batched(QUERIES, KEYS, VALUES, score_mod=lambda s, *_: torch.floor(s))[0]
+    torch.testing.assert_close(found, expected)
 
 
 def test_detached_values_are_checked_on_the_device():

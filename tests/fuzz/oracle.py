@@ -43,6 +43,17 @@ def attend(
     return weighted(scores(q, k, options, dtype, batch, shift), v, options.sinks)
 
 
+def batched(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """out (batch, rows, heads, head_dim_v) and lse of sequences of one length, in q's dtype; options: of `Options`."""
+    given = Options(q.shape[-1] ** -0.5 if scale is None else scale, **options)
+    shift = k.shape[1] - q.shape[1]
+    found = [attend(*x, given, q.dtype, b, shift) for b, x in enumerate(zip(q, k, v, strict=True))]
+    out, lse = map(torch.stack, zip(*found, strict=True))
+    return out, lse
+
+
 def scores(q: Tensor, k: Tensor, options: Options, dtype: torch.dtype, batch: int, shift: int) -> Tensor:
     """Scores (heads, rows, keys) before the softmax; arguments as of :func:`attend`."""
     k = k.to(dtype).repeat_interleave(q.shape[1] // k.shape[1], 1)

@@ -396,27 +396,6 @@ def test_sums_in_bins_of_any_size(arch: str) -> None:
     assert found[2].isnan().any() and torch.equal(found[[0, 1, 3]], plain[[0, 1, 3]])
 
 
-@pytest.mark.parametrize("how", ["profiled", "compiled", "varlen"])
-def test_a_learned_bias_in_other_calls(how: str) -> None:
-    leaves, own = inputs(), learned("relative", "cuda")
-    grad = randn(2, SEQLEN, NHEADS, 64, seed=3)
-    score_mod = LEARNED["relative"][1](own)
-    if how == "profiled":
-        with torch.profiler.profile():
-            out = attention(*leaves, score_mod=score_mod)
-            found = torch.autograd.grad(out, own, grad)[0]  # type: ignore[arg-type]
-    elif how == "compiled":
-        out = torch.compile(lambda *x: attention(*x, score_mod=score_mod))(*leaves)
-        found = torch.autograd.grad(out, own, grad)[0]  # type: ignore[arg-type]
-    else:
-        starts = int32(0, SEQLEN, 2 * SEQLEN)
-        packed = (x.flatten(0, 1) for x in leaves)
-        rows = attention_varlen(*packed, starts, starts, SEQLEN, SEQLEN, score_mod=score_mod)  # type: ignore[misc]
-        found = torch.autograd.grad(rows, own, grad.flatten(0, 1))[0]  # type: ignore[arg-type]
-        out = rows.view(2, SEQLEN, NHEADS, 64)  # type: ignore[union-attr]
-    check_captured(found, leaves, out, grad, LEARNED["relative"][1], own, None)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("name", ["relative", "row", "column", "power", "cap"])
 def test_a_learned_function_in_a_whole_graph(name: str) -> None:
     """Captured tensors are inputs of the graph and have gradients; other values do not recompile it."""

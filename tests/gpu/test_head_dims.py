@@ -80,6 +80,7 @@ ODD = [
     Case("d250-window", seqlen_q=200, seqlen_k=300, head_dim=250, window=(70, 9)),
     Case("fp32-d59", seqlen_q=203, seqlen_k=333, head_dim=59, causal=True, dtype="fp32"),
     Case("fp32-d3", seqlen_q=100, seqlen_k=200, head_dim=3, dtype="fp32"),
+    Case("fp32-d300x36", seqlen_q=256, seqlen_k=128, head_dim=300, head_dim_v=36, dtype="fp32"),
 ]
 
 

@@ -82,6 +82,7 @@ UNALIGNED = [
     Case("fp16-d7-causal", head_dim=7, dtype="fp16", causal=True, **ODD),
     Case("bf16-d59x36-bias", head_dim=59, head_dim_v=36, bias="bf16", causal=True, **ODD),
     Case("bf16-d300", head_dim=300, seqlen_q=70, seqlen_k=100),
+    Case("fp32-d300x36", head_dim=300, head_dim_v=36, dtype="fp32", causal="top_left", **ODD),
     Case("fp32-d5x3", head_dim=5, head_dim_v=3, dtype="fp32", causal=True, **ODD),
     Case("fp32-d59-varlen", head_dim=59, dtype="fp32", lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3),
     Case("fp32-d515", head_dim=515, head_dim_v=2, dtype="fp32", seqlen_q=70, seqlen_k=100),

@@ -290,18 +290,6 @@ def test_leftpad(page, split, arch):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_entries_by_index(arch):
-    call = Call((1, 70, 700, 1030), (2,) * 4)
-    index = int32(3, 1, 1, 0, 2)
-    options = call.options | {"cache_batch_idx": index, "cache_seqlens": int32(900, 70, 3, 1, 700)}
-    q = torch.cat((call.q, call.q[:1]))
-    found = attention_with_kvcache(q, call.k, call.v, return_lse=True, kernel=arch, **options)
-    lengths = ref.Lengths(options["cache_seqlens"])
-    cache = ref.Cache(call.k.float(), call.v.float(), batch_idx=index)
-    assert_near(found, ref.attention(q.float(), cache, 128**-0.5, lengths))
-
-
-@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("page", [0, 16])
 def test_beyond_two_to_the_31(page, arch):
     """Entries, or pages, more than 2**31 elements apart."""
