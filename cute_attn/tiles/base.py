@@ -164,7 +164,7 @@ class Tile:
 
 
 class WarpTile(Tile):
-    """Base of tiles for kernels in which all warps copy and multiply; subclasses have a field ``num_warps``."""
+    """Base of tiles for kernels in which all warps do the same; subclasses have a field ``num_warps``."""
 
     num_warps: int
     MIN_WARPS: ClassVar[int] = 1
