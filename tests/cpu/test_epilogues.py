@@ -381,7 +381,9 @@ def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
     words = reference.philox4x32((torch.arange(128), zero, zero, zero), (zero + 3, zero), rounds=10)
     words = torch.stack(words, 1).view(1, 1, 8, 64)
     for threshold in words[0, 0, 5, [7, 20, 33, 62]].tolist():
-        monkeypatch.setattr("cute_attn.epilogues.dropout.mem_efficient_threshold", lambda p, t=threshold: t)
+        monkeypatch.setattr(
+            "cute_attn.epilogues.numbering.mem_efficient_keep_threshold", lambda p, t=threshold: t
+        )
         assert torch.equal(problem.emulate(tiling).dropped, words < threshold)
 
 
