@@ -107,10 +107,14 @@ def scores_by_definition(
     traits: Traits, products: Tensor, softmax_scale: float, inputs: ScoreInputs
 ) -> Tensor:
     """The expected result of :func:`scores_on_host`, from :mod:`cute_attn.reference`, in the products' dtype."""
-    users = tuple(user_epilogue(name).reference for name in traits.epilogues)
-    features = reference.Features(traits.mask, traits.dropout, users)
     coords = all_coords(traits, products.shape)
-    return reference.modify_scores(products * softmax_scale, coords, features, inputs)
+    return reference.modify_scores(products * softmax_scale, coords, features_of(traits), inputs)
+
+
+def features_of(traits: Traits) -> reference.Features:
+    """The traits' features in the form that the reference accepts."""
+    users = tuple(user_epilogue(name).reference for name in traits.epilogues)
+    return reference.Features(traits.mask, traits.dropout, users)
 
 
 def all_coords(traits: Traits, shape: Sequence[int]) -> reference.ScoreCoords:

@@ -19,6 +19,7 @@ from cute_attn import reference
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import register_epilogue
+from cute_attn.reference.emulate import features_of
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
 from tests.problem import DTYPES
@@ -79,7 +80,7 @@ def keep_mask(tiling, problem):
 def signs(tiling, problem):
     """Signs of P by definition: dropped elements are negative."""
     tensors = (x.double() for x in (problem.q, problem.k, problem.v))
-    features = problem.features(tiling.traits)
+    features = features_of(tiling.traits)
     return reference.attention(
         *tensors, problem.scale, features, problem.inputs, problem.lengths, return_softmax=True
     )[2].signbit()
