@@ -21,7 +21,7 @@ import cute_attn
 
 # The laboratory's modules are loaded on first use (``lab.tune``), and torch inside commands: --help needs neither.
 from cute_attn import lab
-from cute_attn.cli import bundle, code, doctor, gpu, hub, options, run, table
+from cute_attn.cli import bundle, doctor, hub, laboratory, options, run, table
 from cute_attn.cli.errors import described
 from cute_attn.compiler import compile, default_target, prebuild, registry
 from cute_attn.compiler.cache import needed_cache
@@ -399,19 +399,14 @@ def bench_kernel(
     """Time a kernel on the GPU, alone or with its peers in the same run."""
     options.check_kernels([name], tile)
     options.need_gpu()
-    import torch
-
     from cute_attn.lab.benchmark import peers as known
     from cute_attn.lab.benchmark import results, workload
 
     traits = Traits.parse(name)
     workloads = [workload.of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
-    if not torch.cuda.is_available():
-        raise ValueError("there is no GPU; timing a kernel needs one")
     kernel = known.kernel_of(traits)
-    rivals = {f"cute_attn/{traits.op}-{kernel}": known.ours(kernel, tile or None)} | (
-        known.PEERS if peers else {}
-    )
+    rivals = {f"cute_attn/{traits.op}-{kernel}": known.ours(kernel, tile or None)}
+    rivals |= known.PEERS if peers else {}
     result = results.time_workloads(workloads, rivals)
     table = Table(
         "workload", "by", "ms", "TFLOP/s", title=f"{result['gpu']}, {result['clock_mhz']} MHz under load"
@@ -523,10 +518,10 @@ def tour(context: typer.Context) -> None:
     main()
 
 
-app.command("verdict")(code.verdict_of_tiles)
-app.command("diff")(code.difference_of_two)
-app.command("ab")(gpu.ab_of_tiles)
-app.command("tune")(gpu.tune_tile)
+app.command("verdict")(laboratory.verdict_of_tiles)
+app.command("diff")(laboratory.difference_of_two)
+app.command("ab")(laboratory.ab_of_tiles)
+app.command("tune")(laboratory.tune_tile)
 app.command("table")(table.print_table)
 app.command("explain")(table.explain_words)
 app.command("doctor")(doctor.examine)
