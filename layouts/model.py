@@ -31,11 +31,6 @@ class SmemMap:
     swizzle: Swizzle | None
     text: str
 
-    @property
-    def banks(self) -> np.ndarray:
-        """The bank of each element's first byte."""
-        return self.offsets * self.width // 8 // 4 % 32
-
 
 @dataclass(frozen=True)
 class ThreadValueMap:

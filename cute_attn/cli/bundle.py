@@ -68,14 +68,7 @@ def bundle(
 
 
 def export(
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME",
-            autocompletion=options.complete_name,
-            help="Kernels, such as forward-sm80-bf16-d128-causal.",
-        ),
-    ],
+    names: options.KnownNames,
     output: options.OutputFolder,
     tile: options.TileText = "",
     target: options.Target = None,

@@ -52,11 +52,9 @@ def local_kernels(folder: Path) -> str:
 def write(folder: Path) -> list[Path]:
     """Write the kernels to ``folder``; returns their files.
 
-    Raises
-    ------
-    ValueError
-        The folder cannot be made, its path has a character by which LOCAL_KERNELS separates entries, or a file or
-        link is in the way.
+    Raises:
+        ValueError: the folder cannot be made, its path has a character by which LOCAL_KERNELS separates entries, or a
+            file or link is in the way.
     """
     if set(":=") & set(str(folder.resolve())):
         raise ValueError(f"FOLDER is {str(folder)!r}; accepted: a path without ':' and '='")

@@ -21,7 +21,7 @@ import cute_attn
 
 # The laboratory's modules are loaded on first use (``lab.tune``), and torch inside commands: --help needs neither.
 from cute_attn import lab
-from cute_attn.cli import bundle, code, doctor, gpu, hub, options, run, table
+from cute_attn.cli import bundle, doctor, hub, laboratory, options, run, table
 from cute_attn.cli.errors import described
 from cute_attn.compiler import compile, default_target, prebuild, registry
 from cute_attn.compiler.cache import needed_cache
@@ -153,14 +153,8 @@ def list_kernels(
         options.show(words)
         return
     if not (names or everything or as_json):
-        counts = Table("kernel", "runs on", "tiles", "such as")
-        counts.columns[0].no_wrap = True  # the others fold in a narrow terminal
-        counts.caption = (
-            "`list --all` has every default tile, `list forward-sm80` a kernel's, `list --features` words"
-        )
         with options.working("choosing default tiles"):
-            for row in _counts(target):
-                counts.add_row(*row)
+            counts = _counts(target)
         options.show(counts)
         return
     options.import_names()
@@ -209,10 +203,15 @@ def _defaults(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _counts(target: str | None) -> list[list[str]]:
-    """A row for each kernel: where it runs, how many default tiles it has, and an example of a name."""
+def _counts(target: str | None) -> Table:
+    """A table with a row for each kernel: where it runs, how many default tiles it has, and an example of a name."""
     options.import_names()
-    rows, known = list[list[str]](), registry.defaults_on(target)
+    known = registry.defaults_on(target)
+    table = Table("kernel", "runs on", "tiles", "such as")
+    table.columns[0].no_wrap = True  # the others fold in a narrow terminal
+    table.caption = (
+        "`list --all` has every default tile, `list forward-sm80` a kernel's, `list --features` words"
+    )
     for op, arch, variant in registry.KERNELS:
         label, runs_on = registry.label((op, arch, variant)), registry.RUNS_ON[arch]
         runs = " to ".join(dict.fromkeys((runs_on[0], runs_on[-1])))
@@ -220,10 +219,10 @@ def _counts(target: str | None) -> list[list[str]]:
         if own:
             tiles = {registry.lookup(traits, None, on).tile.text for traits, on in own}
             such = min((traits for traits, _ in own), key=lambda one: (one.head_dim != 128, len(one.name)))
-            rows.append([label, runs, str(len(tiles)), such.name])
+            table.add_row(label, runs, str(len(tiles)), such.name)
         elif target in (None, *runs_on):
-            rows.append([label, runs, "", f"{label}-bf16-d128" if variant else ""])
-    return rows
+            table.add_row(label, runs, "", f"{label}-bf16-d128" if variant else "")
+    return table
 
 
 def _listed(traits: Traits, target: str) -> dict[str, Any]:
@@ -399,19 +398,14 @@ def bench_kernel(
     """Time a kernel on the GPU, alone or with its peers in the same run."""
     options.check_kernels([name], tile)
     options.need_gpu()
-    import torch
-
     from cute_attn.lab.benchmark import peers as known
     from cute_attn.lab.benchmark import results, workload
 
     traits = Traits.parse(name)
     workloads = [workload.of_traits(traits, seqlen) for seqlen in seqlens or (2048, 8192)]
-    if not torch.cuda.is_available():
-        raise ValueError("there is no GPU; timing a kernel needs one")
     kernel = known.kernel_of(traits)
-    rivals = {f"cute_attn/{traits.op}-{kernel}": known.ours(kernel, tile or None)} | (
-        known.PEERS if peers else {}
-    )
+    rivals = {f"cute_attn/{traits.op}-{kernel}": known.ours(kernel, tile or None)}
+    rivals |= known.PEERS if peers else {}
     result = results.time_workloads(workloads, rivals)
     table = Table(
         "workload", "by", "ms", "TFLOP/s", title=f"{result['gpu']}, {result['clock_mhz']} MHz under load"
@@ -523,10 +517,10 @@ def tour(context: typer.Context) -> None:
     main()
 
 
-app.command("verdict")(code.verdict_of_tiles)
-app.command("diff")(code.difference_of_two)
-app.command("ab")(gpu.ab_of_tiles)
-app.command("tune")(gpu.tune_tile)
+app.command("verdict")(laboratory.verdict_of_tiles)
+app.command("diff")(laboratory.difference_of_two)
+app.command("ab")(laboratory.ab_of_tiles)
+app.command("tune")(laboratory.tune_tile)
 app.command("table")(table.print_table)
 app.command("explain")(table.explain_words)
 app.command("doctor")(doctor.examine)

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +41,15 @@ class Entry:
         key: the key that identifies the entry.
         meta: name, target, tile, resources, warnings, seconds, ...
         files: contents of ``OBJECT``, ``CUBIN`` and ``PTX``, or from a bundle of ``LIBRARY`` and ``CUBIN``.
-    """
-
-    key: str
-    meta: dict[str, Any]
-    files: dict[str, bytes]
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A kernel on disk, without its contents.
-
-    Attributes:
-        key, meta: see :class:`Entry`.
-        size: bytes of its file.
+        size: bytes of its file in the cache.
         last_used: seconds since the epoch.
     """
 
     key: str
     meta: dict[str, Any]
-    size: int
-    last_used: float
+    files: dict[str, bytes]
+    size: int = field(default=0, compare=False)
+    last_used: float = field(default=0.0, compare=False)
 
 
 class CacheUnusable(ValueError):
@@ -111,11 +99,10 @@ class DiskCache:
         """The entry stored under ``key``, verified, or None. Sets the file's time of last use to now."""
         path = self._kernels / key
         found = _read(path)
-        if found is None:
-            return None
-        with suppress(OSError):  # it is read-only, or was removed meanwhile
-            os.utime(path)
-        return found[0]
+        if found is not None:
+            with suppress(OSError):  # it is read-only, or was removed meanwhile
+                os.utime(path)
+        return found
 
     def put(self, entry: Entry) -> None:
         """Store an entry, replacing any with the same key.
@@ -150,10 +137,10 @@ class DiskCache:
     def _lock_file(self, key: str) -> Path:
         return self._locks / f"{key}.lock"
 
-    def entries(self) -> list[Listed]:
-        """All valid entries, the most recently used first."""
-        found = [found[1] for path in self._stored() if (found := _read(path)) is not None]
-        return sorted(found, key=lambda listed: -listed.last_used)
+    def entries(self) -> list[Entry]:
+        """All valid entries without their files, the most recently used first."""
+        found = (_read(path) for path in self._stored())
+        return sorted((replace(one, files={}) for one in found if one), key=lambda one: -one.last_used)
 
     def _stored(self) -> list[Path]:
         return list(self._kernels.iterdir()) if self._kernels.is_dir() else []
@@ -168,7 +155,7 @@ class DiskCache:
         count = size = 0
         for path in self._stored():
             found = _read(path)
-            if found is not None and older_than is not None and now - found[1].last_used < older_than:
+            if found is not None and older_than is not None and now - found.last_used < older_than:
                 continue
             size += _remove(path)
             count += 1
@@ -200,8 +187,8 @@ def _packed(entry: Entry) -> list[bytes]:
     return [json.dumps(header).encode(), b"\n", *files]
 
 
-def _read(path: Path) -> tuple[Entry, Listed] | None:
-    """The contents of a cache file, or None unless it is intact and only this user may write it."""
+def _read(path: Path) -> Entry | None:
+    """The entry of a cache file, or None unless it is intact and only this user may write it."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())  # of the open file, even if another file has its path by now
@@ -214,10 +201,11 @@ def _read(path: Path) -> tuple[Entry, Listed] | None:
         ends = list(itertools.accumulate(header["sizes"]))
         files = [rest[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         sound = header["format"] == _FORMAT and header["digest"] == _digest(path.name, header["meta"], files)
-        entry = Entry(path.name, header["meta"], dict(zip(_FILES, files, strict=True)))
+        contents = dict(zip(_FILES, files, strict=True))
+        entry = Entry(path.name, header["meta"], contents, status.st_size, status.st_mtime)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (entry, Listed(entry.key, entry.meta, status.st_size, status.st_mtime)) if sound else None
+    return entry if sound else None
 
 
 def _digest(key: str, meta: dict[str, Any], files: list[bytes]) -> str:

@@ -17,6 +17,7 @@ which the logger ``cute_attn`` reports at level DEBUG:
 
 import dataclasses
 import importlib
+import itertools
 from typing import Any
 
 from cute_attn.epilogues.names import user_epilogue
@@ -274,10 +275,13 @@ def defaults() -> list[tuple[Traits, str]]:
     """
     pairs: list[tuple[Traits, str]] = []
     for op, arch, variant in _kernels():
-        if not variant:
-            oldest = RUNS_ON[arch][0]
-            few = [(Traits(op, arch, *sizes, **extra), on or oldest) for sizes, extra, on in _FEW.get(op, ())]
-            pairs += few or _attention_defaults(op, arch)
+        if variant:
+            continue
+        if op not in _FEW:
+            pairs += _attention_defaults(op, arch)
+        for text in _FEW.get(op, "").split():
+            oldest, _, name = text.rpartition(":")
+            pairs.append((Traits.parse(f"{op}-{arch}-{name}"), RUNS_ON[arch][0] if oldest else MEASURED))
     return [(traits, target) for traits, target in pairs if known_class(traits).supports(traits) is None]
 
 
@@ -288,8 +292,11 @@ def _attention_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
         for mask in ("", "causal"):
             traits = Traits(op, arch, "bf16", head_dim, _columns(op, head_dim), mask=mask)
             pairs += [(traits, target) for target in sorted({targets[0], MEASURED})]
-    for head_dim in (64, 128):
-        pairs += [(Traits(op, arch, "bf16", head_dim, **extra), MEASURED) for extra in _features(op)]
+    features = _FEATURES
+    if op == "backward":
+        features = features.replace("bias_bf16", "bias_bf16-bias_grad").replace("causal-sinks_bf16", "")
+    for head_dim, extra in itertools.product((64, 128), features.split()):
+        pairs.append((Traits.parse(f"{op}-{arch}-bf16-d{head_dim}-{extra}"), MEASURED))
     if arch == "sm90":
         pairs.append((Traits(op, arch, "bf16", 512, mask="causal"), MEASURED))
     if "sm86" in targets:
@@ -306,65 +313,40 @@ def defaults_on(target: str | None) -> list[tuple[Traits, str]]:
     return [pair for pair in defaults() if target in (None, pair[1])]
 
 
-_Few = tuple[tuple[Any, ...], dict[str, Any], str]
-
-
-def _of(*sizes: Any, on: str = MEASURED, **extra: Any) -> _Few:
-    """A default: dtype and head dims, other traits, and the target, "" for the oldest."""
-    return sizes, extra, on
-
-
-_OF_ROWS = [
-    *(_of("bf16", dim) for dim in (40, 64, 128, 256)),
-    _of("fp16", 192, 128, varlen=True, seqused_q=True, on=""),
-]
-_FEW: dict[str, list[_Few]] = {
+_OF_ROWS = "bf16-d40 bf16-d64 bf16-d128 bf16-d256 oldest:fp16-d192x128-varlen-seqused_q"
+_FEW = {
     "backward_convert": _OF_ROWS,
-    "backward_preprocess": [*_OF_ROWS, _of("bf16", 128, lse_grad=True, on="")],
-    "append": [
-        _of("bf16", 128),
-        _of("bf16", 128, rotary="interleaved", rotate_q=True, batch_idx=True),
-        _of("bf16", 128, rotary="halves", rotate_q=True, varlen=True, varlen_new=True, paged=True),
-    ],
-    "kvcache": [
-        _of("bf16", 128, seqused_k=True, split="stream_k"),
-        _of("bf16", 64, mask="causal", varlen=True, seqused_k=True, paged=True, split="stream_k"),
-        _of("bf16", 128, mask="window", seqused_k=True, batch_idx=True, leftpad=True, split="fixed"),
-        _of("bf16", 256, mask="causal", seqused_k=True, softcap=True, alibi=True, split="stream_k"),
-        _of("bf16", 128, mask="causal", seqused_k=True, paged=True),
-        _of("bf16", 128, sinks="bf16", seqused_k=True, varlen=True, split="stream_k"),
-        _of("bf16", 64, seqused_k=True, tree=True, split="stream_k"),
-    ],
-    "combine": [_of("fp16", 64), _of("bf16", 96), _of("bf16", 128), _of("fp32", 256)],
-    "combine_stream_k": [
-        _of("bf16", 128, seqused_k=True),
-        _of("bf16", 64, mask="causal", varlen=True, seqused_k=True),
-        _of("bf16", 256, mask="window", seqused_k=True, leftpad=True),
-    ],
-    "forward_split": [_of("fp32", 96)],
-    "backward_split": [_of("fp32", 256)],
-    **{op: [_of("bf16", 59, varlen=True), _of("fp32", 574, on="")] for op in PADDED_TENSORS},
-    **{op: [_of("bf16", LISTED_ROWS, on=""), _of("bf16", LISTED_ROWS)] for op in BLOCK_OPS},
+    "backward_preprocess": f"{_OF_ROWS} oldest:bf16-d128-lse_grad",
+    "append": """
+        bf16-d128 bf16-d128-rotary_interleaved-rotate_q-batch_idx
+        bf16-d128-varlen-rotary_halves-rotate_q-varlen_new-paged
+    """,
+    "kvcache": """
+        bf16-d128-seqused_k-split_stream_k bf16-d64-causal-varlen-seqused_k-paged-split_stream_k
+        bf16-d128-window-seqused_k-batch_idx-leftpad-split_fixed
+        bf16-d256-causal-softcap-alibi-seqused_k-split_stream_k bf16-d128-causal-seqused_k-paged
+        bf16-d128-sinks_bf16-varlen-seqused_k-split_stream_k bf16-d64-seqused_k-tree-split_stream_k
+    """,
+    "combine": "fp16-d64 bf16-d96 bf16-d128 fp32-d256",
+    "combine_stream_k": """
+        bf16-d128-seqused_k bf16-d64-causal-varlen-seqused_k bf16-d256-window-seqused_k-leftpad
+    """,
+    "forward_split": "fp32-d96",
+    "backward_split": "fp32-d256",
+    **dict.fromkeys(PADDED_TENSORS, "bf16-d59-varlen oldest:fp32-d574"),
+    **dict.fromkeys(BLOCK_OPS, f"oldest:bf16-d{LISTED_ROWS} bf16-d{LISTED_ROWS}"),
 }
-"""Op -> its few defaults; the others are in :func:`_attention_defaults`."""
+"""Op -> the names of its few defaults, after op and arch, on the measured target unless they are for the oldest.
+
+The others are in :func:`_attention_defaults`.
+"""
+_FEATURES = """
+    window causal-dropout causal-dropout_mem_efficient bias_bf16 causal-bias_fp32 causal-alibi softcap
+    causal-sinks_bf16 causal-varlen-seqused_k
+"""
+"""Sets of features that together have every feature of an attention kernel."""
 
 
 def _columns(op: str, head_dim: int) -> int:
     """The head dim of V for a head dim of Q and K: kernels with tangents support at most 128."""
     return min(head_dim, 128) if op == "jvp" else head_dim
-
-
-def _features(op: str) -> list[dict[str, Any]]:
-    """Sets of traits that together have every feature of an attention kernel."""
-    grad = {"bias_grad": True} if op == "backward" else {}
-    return [
-        {"mask": "window"},
-        {"mask": "causal", "dropout": "flash"},
-        {"mask": "causal", "dropout": "mem_efficient"},
-        {"bias": "bf16", **grad},
-        {"mask": "causal", "bias": "fp32"},
-        {"alibi": True, "mask": "causal"},
-        {"softcap": True},
-        *([{"mask": "causal", "sinks": "bf16"}] if op != "backward" else []),
-        {"varlen": True, "mask": "causal", "seqused_k": True},
-    ]

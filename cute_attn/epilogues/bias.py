@@ -9,8 +9,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_tensor
 
+from cute_attn.device.fakes import plain
 from cute_attn.device.lanes import COLUMN_LANES, QUAD_LANES, add_to, adds_for, exchange_pairs, lanes_sum
 from cute_attn.device.math import CUTE_DTYPES, convert_to_16_bits, on_device, rematerialize, uniform
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
@@ -72,12 +72,8 @@ class Bias(Epilogue):
     name = "bias"
 
     def fake_args(self) -> tuple:
-        return (self._fake(), self._fake(), Int32(0)) if self.gradient else (self._fake(),)
-
-    def _fake(self) -> cute.Tensor:
-        shape = tuple(cute.sym_int() for _ in range(4))
-        stride = (*(cute.sym_int64() for _ in range(3)), 1)
-        return make_fake_tensor(self._dtype, shape, stride=stride, assumed_align=self._dtype.width // 8)
+        bias = plain(self._dtype, 4)
+        return (bias, plain(self._dtype, 4), Int32(0)) if self.gradient else (bias,)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         if not self.gradient:

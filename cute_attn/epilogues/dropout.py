@@ -12,12 +12,12 @@ undropped probabilities, and the output is scaled by 1 / (1 - p) at the end.
 """
 
 import functools
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
+import numpy as np
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.runtime import make_fake_tensor
 
@@ -52,35 +52,10 @@ def words(x: Uint64) -> tuple[Uint32, Uint32]:
     return Uint32(x), Uint32(x >> Uint64(32))
 
 
-def _f32(x: float) -> float:
-    return struct.unpack("f", struct.pack("f", x))[0]
-
-
 @functools.lru_cache(maxsize=64)
 def rescale(p: float) -> float:
     """1 / (1 - p), rounded as PyTorch rounds it."""
-    return _f32(1.0 / _f32(1.0 - _f32(p)))
-
-
-@functools.lru_cache(maxsize=64)
-def flash_threshold(p: float) -> int:
-    """The largest byte that keeps an element."""
-    return int(255.0 * _f32(1.0 - _f32(p)))
-
-
-@functools.lru_cache(maxsize=64)
-def mem_efficient_threshold(p: float) -> int:
-    """The smallest word that keeps an element: word -> uniform is monotone, so comparing integers is enough."""
-    p32 = _f32(p)
-
-    def kept(word: int) -> bool:
-        return _f32(_f32(word) * 2.0**-32 + 2.0**-33) > p32
-
-    low, high = 0, 2**32 - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if kept(middle) else (middle + 1, high)
-    return low
+    return float(np.float32(1.0 / float(np.float32(1) - np.float32(p))))
 
 
 @dataclass(frozen=True)
@@ -115,11 +90,12 @@ class Dropout:
     def host_args(self, inputs: ScoreInputs) -> tuple:
         p = inputs.dropout_p
         if self.kind == "flash":
-            return (inputs.rng_state, flash_threshold(p), rescale(p))
+            return (inputs.rng_state, numbering.flash_keep_threshold(p), rescale(p))
         # As signed words, for the kernel's arguments.
         masks = (numbering.plane_mask(self.varlen), numbering.score_mask() // 4)
-        signed = (_as_signed(mask, 64) for mask in masks)
-        return (inputs.rng_state, _as_signed(mem_efficient_threshold(p), 32), rescale(p), *signed)
+        signed = (numbering.as_signed(mask, 64) for mask in masks)
+        threshold = min(numbering.mem_efficient_keep_threshold(p), 2**32 - 1)
+        return (inputs.rng_state, numbering.as_signed(threshold, 32), rescale(p), *signed)
 
     def begin(self, args: tuple, context: ScoreContext) -> DropoutState:
         rng_state, threshold, scale = args[:3]
@@ -142,16 +118,12 @@ class Dropout:
 
     def forward(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Zero the dropped elements of p, a (rows, cols) view of 16-bit or fp32 registers."""
-        if p.element_type is not Float32:
-            pairs = _as_words(p)
-            for first, second, dropped in self._masks(state, tile):
-                pair = _pair_index(p, first, second)
-                pairs[pair] = pairs[pair] & ~dropped
-            return
-        bits = _as_words(p)
+        bits, whole = _as_words(p), p.element_type is Float32
         for first, second, dropped in self._masks(state, tile):
             pair = _pair_index(p, first, second)
-            for i in range(2):  # each half, duplicated
+            if not whole:
+                bits[pair] = bits[pair] & ~dropped
+            for i in range(2 if whole else 0):  # each half, duplicated
                 bits[2 * pair + i] = bits[2 * pair + i] & ~byte_permute(dropped, dropped, 0x1010 + 0x2222 * i)
 
     def packed_mask(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:
@@ -202,13 +174,8 @@ class Dropout:
         return args[2]
 
 
-def _as_signed(word: int, bits: int) -> int:
-    """The signed number with the same bits."""
-    return word - (1 << bits) if word >> (bits - 1) else word
-
-
 def _signed(word: int) -> Int32:
-    return Int32(_as_signed(word, 32))
+    return Int32(numbering.as_signed(word, 32))
 
 
 def _as_words(view: cute.Tensor) -> cute.Tensor:

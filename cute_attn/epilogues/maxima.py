@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_tensor
 
+from cute_attn.device.fakes import plain
 from cute_attn.device.lanes import max_to
 from cute_attn.device.math import fmax, quad_reduce
 from cute_attn.device.score_tile import ScoreContext, ScoreMap
@@ -44,10 +44,7 @@ class Maxima:
 
     def fake_args(self) -> tuple:
         """A fake tensor of the maxima."""
-        dims = 1 if self.varlen else 2
-        shape = tuple(cute.sym_int() for _ in range(dims + 1))
-        stride = (*(cute.sym_int64() for _ in range(dims)), 1)
-        return (make_fake_tensor(Float32, shape, stride=stride, assumed_align=4),)
+        return (plain(Float32, 2 if self.varlen else 3),)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         """The maxima of one launch."""

@@ -1,4 +1,6 @@
-"""PyTorch's numbering of scores for dropout in memory-efficient attention. Imports no compiler.
+"""PyTorch's numbering of scores for dropout in memory-efficient attention, and the words that keep one.
+
+Imports no compiler.
 
 Score (q, k) of batch b and head h draws word n % 4 of the Philox call with counter n // 4, where
 
@@ -37,6 +39,9 @@ Sources: PyTorch's ``mem_eff_attention/kernel_forward.h``, ``kernel_backward.h``
 """
 
 import functools
+import math
+
+import numpy as np
 
 COUNTS_IN_64_BITS = (2, 14)
 COUNTS_A_HEAD_IN_64_BITS = (2, 13)
@@ -64,3 +69,31 @@ def plane_mask(varlen: bool) -> int:
 def score_mask() -> int:
     """The bits that the installed PyTorch's forward keeps of a score's number within its head."""
     return 2**64 - 1 if torch_version() >= COUNTS_A_HEAD_IN_64_BITS else 2**32 - 1
+
+
+def as_signed(word: int, bits: int) -> int:
+    """The signed number with the same bits."""
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
+@functools.lru_cache(maxsize=64)
+def flash_keep_threshold(dropout_p: float) -> int:
+    """The largest byte that flash's mask keeps. Like PyTorch, subtract in float32 and multiply in float64."""
+    return math.floor(float(np.float32(1) - np.float32(dropout_p)) * 255.0)
+
+
+@functools.lru_cache(maxsize=64)
+def mem_efficient_keep_threshold(dropout_p: float) -> int:
+    """The smallest 32-bit word x with ``x * 2**-32 + 2**-33 > dropout_p`` in float32, rounded like cuRAND and PyTorch.
+
+    Rounding to float32 is monotonic in x, and so is the sum: bisection finds the threshold. 2**32 if no word is kept.
+    """
+    p = np.float32(dropout_p)
+    low, high = 0, 2**32
+    while low < high:
+        middle = (low + high) // 2
+        if np.float32(middle) * np.float32(2.0**-32) + np.float32(2.0**-33) > p:
+            high = middle
+        else:
+            low = middle + 1
+    return low

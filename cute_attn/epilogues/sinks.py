@@ -7,10 +7,9 @@ Agarwal et al. 2025, gpt-oss (https://arxiv.org/abs/2508.10925), after Xiao et a
 from dataclasses import dataclass
 
 import cutlass
-import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_tensor
 
+from cute_attn.device.fakes import strided
 from cute_attn.device.math import CUTE_DTYPES
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.epilogues.inputs import ScoreInputs
@@ -27,12 +26,7 @@ class Sinks:
 
     def fake_args(self) -> tuple:
         """A fake tensor of (nheads,) sinks."""
-        dtype = CUTE_DTYPES[self.dtype]
-        return (
-            make_fake_tensor(
-                dtype, (cute.sym_int(),), stride=(cute.sym_int64(),), assumed_align=dtype.width // 8
-            ),
-        )
+        return (strided(CUTE_DTYPES[self.dtype], 1),)
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
         """The sinks of one launch."""

@@ -10,6 +10,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
+from cute_attn.device.fakes import plain as plain
+from cute_attn.device.fakes import strided as strided
 from cute_attn.device.key_rows import CacheTables
 from cute_attn.device.math import CUTE_DTYPES as CUTE_DTYPES
 from cute_attn.device.seqlen import Seqlens
@@ -33,19 +35,6 @@ def rows(dtype: Any, ndim: int, alignment: int = 0) -> cute.Tensor:
     shape = (*(cute.sym_int() for _ in range(ndim - 1)), cute.sym_int(divisibility=divisibility))
     stride = (*(cute.sym_int64(divisibility=divisibility) for _ in range(ndim - 1)), 1)
     return make_fake_tensor(dtype, shape, stride=stride, assumed_align=divisibility * dtype.width // 8)
-
-
-def plain(dtype: Any, ndim: int) -> cute.Tensor:
-    """A tensor with a contiguous last dimension and any other strides."""
-    shape = tuple(cute.sym_int() for _ in range(ndim))
-    stride = (*(cute.sym_int64() for _ in range(ndim - 1)), 1)
-    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
-
-
-def strided(dtype: Any, ndim: int) -> cute.Tensor:
-    shape = tuple(cute.sym_int() for _ in range(ndim))
-    stride = tuple(cute.sym_int64() for _ in range(ndim))
-    return make_fake_tensor(dtype, shape, stride=stride, assumed_align=dtype.width // 8)
 
 
 def workspace(ndim: int) -> cute.Tensor:

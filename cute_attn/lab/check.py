@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cute_attn import reference
 from cute_attn.api import attention as interface
-from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
+from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.lab.benchmark.peers import call_options, kernel_of, output
 from cute_attn.lab.benchmark.workload import Inputs, Workload, of_traits
@@ -118,10 +118,8 @@ def _by_definition(workload: Workload, x: Inputs, rng_state: Tensor, dtype: torc
     options = call_options(workload, x)
     mask, left, right = interface.resolve_mask(options["causal"], options["window"])
     inputs = ScoreInputs(
-        window_left=left if workload.windowed else UNBOUNDED,
-        window_right=right if workload.windowed else UNBOUNDED, alibi_slopes=x.alibi_slopes, bias=x.bias,
-        sinks=x.sinks, softcap=options["softcap"], dropout_p=options["dropout_p"], rng_state=rng_state,
-        extra=x.epilogues,
+        window_left=left, window_right=right, alibi_slopes=x.alibi_slopes, bias=x.bias, sinks=x.sinks,
+        softcap=options["softcap"], dropout_p=options["dropout_p"], rng_state=rng_state, extra=x.epilogues,
     )  # fmt: skip
     lengths = reference.Lengths(
         x.cu_seqlens, x.cu_seqlens_k, max_seqlen_q=workload.longest, max_seqlen_k=workload.longest_k

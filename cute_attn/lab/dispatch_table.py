@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 from cute_attn.compiler import registry
 from cute_attn.lab.gpu import resident_blocks
-from cute_attn.tiles import MEASURED
+from cute_attn.tiles import MEASURED, TARGETS
 from cute_attn.traits import ARCHS, DTYPES, MAX_HEAD_DIM, Traits
 
 HEAD_DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
-_OLDEST = 80
-"""The oldest generation that the DSL compiles for."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +74,10 @@ class Entry(NamedTuple):
 
     def row(self, target: str) -> Row:
         """The row of the kernel that covers this one on ``target``, or of the reason why none does."""
-        if int(self.arch.removeprefix("sm")) < _OLDEST:
-            reason = f"{self.arch} is older than sm{_OLDEST}, the oldest generation that the DSL compiles for"
+        if self.arch not in TARGETS:
+            reason = (
+                f"{self.arch} is older than {TARGETS[0]}, the oldest generation that the DSL compiles for"
+            )
             return Row(self.name, self.arch, reason=reason)
         found = row(self.traits(), target)
         return replace(found, name=f"{self.name}: {found.name}")

@@ -15,7 +15,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from importlib import resources
-from typing import Any
 
 from cute_attn.compiler import registry
 from cute_attn.epilogues.names import is_registered, user_epilogue
@@ -138,9 +137,9 @@ def _field(word: str) -> Iterator[tuple[str, str]]:
     """Explain a field of tiles; kernels whose text is the same are listed together."""
     texts: dict[str, list[str]] = {}
     for cls, kernels in tile_classes().items():
-        if word in _fields(cls):
-            fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]
-            values = dict.fromkeys(next(f for f in fields if f.name == word).metadata.get("values", ()))
+        fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if word in fields:
+            values = dict.fromkeys(fields[word].metadata.get("values", ()))
             tried = f" `tune` tries {', '.join(map(str, values))}." if len(values) > 1 else ""
             text = attribute_docs(cls).get(word, "-").rstrip(".") + "." + tried
             texts.setdefault(text, []).extend(kernels)

@@ -80,7 +80,7 @@ class Space:
         for tile in self.neighbours():
             if tile.reject(traits, target) is None:
                 continue
-            (changed,) = changed_fields(self.tile, tile)
+            (changed,) = tile.changes(self.tile)
             others = (two for two in self.neighbours(tile) if getattr(two, changed) == getattr(tile, changed))
             found = next((two for two in others if two.reject(traits, target) is None), None)
             if found is not None:
@@ -88,7 +88,7 @@ class Space:
 
     def pairs(self, helped: Sequence[Tile]) -> Iterator[Tile]:
         """Yields tiles with the changes of two ``helped`` tiles, the best first, if these change different fields."""
-        changes = [changed_fields(self.tile, tile) for tile in helped]
+        changes = [tile.changes(self.tile) for tile in helped]
         for i, j in sorted(itertools.combinations(range(len(helped)), 2), key=sum):
             if not changes[i].keys() & changes[j].keys():
                 yield dataclasses.replace(self.tile, **changes[i], **changes[j])  # type: ignore[type-var]
@@ -120,12 +120,6 @@ def kind_of(reason: str, target: str) -> str:
     if _NEEDS_REGISTERS.match(reason):
         return "need more registers than there are"
     return "have another " + _FIELD_IS.sub(r"\1; ", reason)
-
-
-def changed_fields(base: Tile, tile: Tile) -> dict[str, Any]:
-    """Field -> value, of the fields in which ``tile`` differs from ``base``, which is of the same class."""
-    names = [field.name for field in dataclasses.fields(tile)]  # type: ignore[arg-type]
-    return {name: getattr(tile, name) for name in names if getattr(tile, name) != getattr(base, name)}
 
 
 def _known_values(tile: Tile) -> dict[str, tuple[Any, ...]]:

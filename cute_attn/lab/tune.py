@@ -35,7 +35,7 @@ from cute_attn.lab.builds import Built, WorkerBuilds
 from cute_attn.lab.card import Contender, Gpu, Lost, Run, Wrong, needed_kernels, tile_at
 from cute_attn.lab.race import HEAT_MS, SAMPLE_MS, Comparison, ab, fastest, warm, workloads_of
 from cute_attn.lab.rank import relative
-from cute_attn.lab.space import Space, accepted, changed_fields
+from cute_attn.lab.space import Space, accepted
 from cute_attn.lab.statistics import RESOLUTION, ROUNDS, abba
 from cute_attn.lab.study import Candidate, Study, as_python
 from cute_attn.lab.tables import counted
@@ -187,7 +187,7 @@ class Search:
         else:
             found, declined = space.tiles(traits, target)
             random.Random(seed).shuffle(found)
-            found.sort(key=lambda tile: len(changed_fields(start, tile)))
+            found.sort(key=lambda tile: len(tile.changes(start)))
         group = max(w.nheads // w.nheads_kv for w in workloads)
         packed = [tile for tile in found if getattr(tile, "pack_heads", 1) >= max(2, 2 * group)]
         if packed:

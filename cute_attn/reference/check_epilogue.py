@@ -169,7 +169,6 @@ def for_each(function: Callable, takes_score: bool = False) -> Callable[..., Ten
 def _function(function: Callable, kind: str, problem: Scores, name: str) -> list[Checked]:
     """Compare the reference of a traced function with torch's evaluation of the function, both in float64."""
     tiling = TILINGS[SMALL].of(name)
-    assert tiling.traits is not None
     coords = problem.coords(tiling.traits)
     indices = [x.flatten() for x in (coords.batch, coords.head, coords.query, coords.key)]
     scores = [(problem.products.double() * problem.scale).requires_grad_() for _ in range(2)]
@@ -280,7 +279,6 @@ class _Check:
 
     def forward(self, tiling: Tiling, what: str) -> Checked:
         traits, problem = tiling.traits, self.problem
-        assert traits is not None
         got, expected = problem.emulate(tiling).scores, problem.expected_scores(traits)
         coords = problem.coords(traits)
 
@@ -298,7 +296,6 @@ class _Check:
         """Compare the gradients of scores and of captured tensors."""
         problem, tiling = self.problem, TINY[what].of(self.name, op="backward")
         traits = tiling.traits
-        assert traits is not None
         grad_out = torch.randn(problem.q.shape, generator=torch.Generator().manual_seed(1))
         # A gradient is a difference of two numbers as large as the elements of dO V^T.
         largest = float(torch.einsum("bqhd,bkhd->bhqk", grad_out, problem.v).abs().max())
@@ -335,7 +332,6 @@ class _Check:
             x.detach().clone().double().requires_grad_() if i in numbers else x for i, x in enumerate(args)
         ]
         tiling = TINY[what].of(self.name, op="backward")
-        assert tiling.traits is not None
         expected = self._gradients(tiling.traits, grad_out, AS_TORCH, leaves)
         targets = [one_copy(leaves[i]) for i in numbers]
         inputs = replace(self.problem.inputs, extra={own: (*args, *targets)})

@@ -24,12 +24,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cute_attn.epilogues import numbering
 from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.numbering import flash_keep_threshold, mem_efficient_keep_threshold
 
 _WORD = 0xFFFFFFFF
 # Scores held at once; a tensor of them in float64 is then 64 MB.
@@ -148,11 +148,6 @@ def flash_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tens
     return byte <= flash_keep_threshold(dropout_p)
 
 
-def flash_keep_threshold(dropout_p: float) -> int:
-    """The largest byte that :func:`flash_keep` keeps. Like PyTorch, subtract in float32 and multiply in float64."""
-    return math.floor(float(np.float32(1) - np.float32(dropout_p)) * 255.0)
-
-
 def mem_efficient_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor) -> Tensor:
     """The memory-efficient attention's dropout mask as PyTorch draws it: True where an element is kept.
 
@@ -162,36 +157,15 @@ def mem_efficient_keep(coords: ScoreCoords, dropout_p: float, rng_state: Tensor)
     seed, offset = rng_state[0], rng_state[1]
     scores = (coords.batch * coords.nheads + coords.head) * coords.max_seqlen_q * coords.max_seqlen_k
     # int64 wraps like uint64.
-    start = offset + (scores & _signed(numbering.plane_mask(coords.varlen)))
+    start = offset + (scores & numbering.as_signed(numbering.plane_mask(coords.varlen), 64))
     word = (start & 3) + coords.query * coords.seqlen_k + coords.key
-    word = word & _signed(numbering.score_mask())
+    word = word & numbering.as_signed(numbering.score_mask(), 64)
     counter = ((start >> 2) & (2**62 - 1)) + (word >> 2)
     zero = torch.zeros_like(counter[:1, :1, :1, :1])
     words = philox4x32(
         (counter & _WORD, counter >> 32, zero, zero), (seed & _WORD, (seed >> 32) & _WORD), rounds=10
     )
     return _select_word(words, word & 3) >= mem_efficient_keep_threshold(dropout_p)
-
-
-def _signed(word: int) -> int:
-    """The int64 with the same 64 bits as an unsigned word."""
-    return word - 2**64 if word >> 63 else word
-
-
-def mem_efficient_keep_threshold(dropout_p: float) -> int:
-    """The smallest 32-bit word x with ``x * 2**-32 + 2**-33 > dropout_p`` in float32, rounded like cuRAND and PyTorch.
-
-    Rounding to float32 is monotonic in x, and so is the sum: bisection finds the threshold.
-    """
-    p = np.float32(dropout_p)
-    low, high = 0, 2**32
-    while low < high:
-        middle = (low + high) // 2
-        if np.float32(middle) * np.float32(2.0**-32) + np.float32(2.0**-33) > p:
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 def _select_word(words: tuple[Tensor, ...], index: Tensor) -> Tensor:

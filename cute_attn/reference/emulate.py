@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 from cutlass import Float32, Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_tensor, make_ptr
+from cutlass.cute.runtime import make_ptr
 from cutlass.torch import dtype as to_torch_dtype
 from torch import Tensor
 
 from cute_attn import reference
+from cute_attn.device.fakes import plain
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
@@ -107,10 +108,14 @@ def scores_by_definition(
     traits: Traits, products: Tensor, softmax_scale: float, inputs: ScoreInputs
 ) -> Tensor:
     """The expected result of :func:`scores_on_host`, from :mod:`cute_attn.reference`, in the products' dtype."""
-    users = tuple(user_epilogue(name).reference for name in traits.epilogues)
-    features = reference.Features(traits.mask, traits.dropout, users)
     coords = all_coords(traits, products.shape)
-    return reference.modify_scores(products * softmax_scale, coords, features, inputs)
+    return reference.modify_scores(products * softmax_scale, coords, features_of(traits), inputs)
+
+
+def features_of(traits: Traits) -> reference.Features:
+    """The traits' features in the form that the reference accepts."""
+    users = tuple(user_epilogue(name).reference for name in traits.epilogues)
+    return reference.Features(traits.mask, traits.dropout, users)
 
 
 def all_coords(traits: Traits, shape: Sequence[int]) -> reference.ScoreCoords:
@@ -240,8 +245,8 @@ def _compiled(
 
     Tensors are passed as address, sizes and strides, since with TVM-FFI the code would be compiled twice.
     """
-    buffers = ranks._make(_fake(Int32 if dtype == torch.int32 else Float32, rank) for dtype, rank in ranks)
-    lengths = (_fake(Int32, 1) if present else None for present in given)
+    buffers = ranks._make(plain(Int32 if dtype == torch.int32 else Float32, rank) for dtype, rank in ranks)
+    lengths = (plain(Int32, 1) if present else None for present in given)
     seqlens = Seqlens(next(lengths), next(lengths), next(lengths), next(lengths), Int32(0), Int32(0))
     fakes = (buffers, seqlens, kernel.epilogues.fake_args(), Float32(0))
 
@@ -251,12 +256,6 @@ def _compiled(
 
     with no_arguments():
         return _Host(cute.compile(host, _values(fakes), options="--gpu-arch sm_90a"), fakes)
-
-
-def _fake(dtype: Any, rank: int) -> cute.Tensor:
-    shape = tuple(cute.sym_int() for _ in range(rank))
-    stride = (*(cute.sym_int64() for _ in range(rank - 1)), 1)
-    return make_fake_tensor(dtype, shape, stride)
 
 
 def _values(fake: Any, given: Any = None) -> Any:

@@ -197,18 +197,14 @@ def attention(
     ):
         begin = max(begins[b], 0)
         where = cache.rows(b, begin, max(begin, ends[b]))
-        own = inputs
-        if inputs.alibi_slopes is not None and inputs.alibi_slopes.dim() == 2:
-            own = dataclasses.replace(inputs, alibi_slopes=inputs.alibi_slopes[b])
-        if inputs.bias is not None:
-            own = dataclasses.replace(own, bias=inputs.bias[min(b, len(inputs.bias) - 1)].unsqueeze(0))
         k, v = (x[where].unsqueeze(0) for x in (cache.k, cache.v))
-        epilogues = tuple(_of_sequence(epilogue, b) for epilogue in features.epilogues)
-        if trees is not None:
-            epilogues = (tree_epilogue(trees[b]), *epilogues)
-        own_features = dataclasses.replace(features, epilogues=epilogues)
+        tree = () if trees is None else (tree_epilogue(trees[b]),)
+        modify = _of_sequence(
+            b, dataclasses.replace(features, epilogues=(*tree, *features.epilogues)), inputs
+        )
+        own = (reference.Features(epilogues=(modify,)), ScoreInputs(sinks=inputs.sinks))
         found: Any = reference.attention(
-            *(own_q.unsqueeze(0), k, v, softmax_scale, own_features, own), return_max_scores=return_max_scores
+            *(own_q.unsqueeze(0), k, v, softmax_scale, *own), return_max_scores=return_max_scores
         )
         own_out.copy_(found[0][0])
         own_lse.copy_(found[1][0])
@@ -232,13 +228,14 @@ def tree_epilogue(rows: Tensor) -> reference.Epilogue:
     return hide
 
 
-def _of_sequence(epilogue: reference.Epilogue, batch: int) -> reference.Epilogue:
-    """``epilogue`` for the scores of sequence ``batch`` alone, whose batch index is restored."""
+def _of_sequence(batch: int, features: reference.Features, inputs: ScoreInputs) -> reference.Epilogue:
+    """All changes of the scores of sequence ``batch``, which is computed alone, with its index in the call."""
 
-    def apply(scores: Tensor, coords: reference.ScoreCoords, inputs: ScoreInputs) -> Tensor:
-        return epilogue(scores, dataclasses.replace(coords, batch=coords.batch + batch), inputs)
+    def modify(scores: Tensor, coords: reference.ScoreCoords, _: ScoreInputs) -> Tensor:
+        own = dataclasses.replace(coords, batch=coords.batch + batch)
+        return reference.modify_scores(scores, own, features, inputs)
 
-    return apply
+    return modify
 
 
 def query_positions(

@@ -13,9 +13,8 @@ from cute_attn import reference
 from cute_attn.device.math import LARGEST, LOG2_E
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.epilogues.names import user_epilogue
 from cute_attn.reference import emulate
-from cute_attn.reference.emulate import Emulated, EmulatedGradients, EmulatedTangents
+from cute_attn.reference.emulate import Emulated, EmulatedGradients, EmulatedTangents, features_of
 from cute_attn.reference.emulated import DualBuffers, GradientBuffers, every_key_block, every_sequence
 from cute_attn.traits import Traits
 
@@ -34,12 +33,12 @@ class TileSize:
 class Tiling:
     """A stand-in for a kernel in the emulation: its MMA, tile and epilogues.
 
-    transposed: the MMA is that of K Q^T. p_exponent: see ``OnlineSoftmax``.
+    traits: Traits, from :meth:`of`. transposed: the MMA is that of K Q^T. p_exponent: see ``OnlineSoftmax``.
     """
 
     tile: TileSize
     make: Callable[[TileSize], Any]
-    traits: Traits | None = None
+    traits: Any = None
     transposed: bool = False
     p_exponent: int = 0
 
@@ -54,7 +53,6 @@ class Tiling:
 
     @property
     def epilogues(self) -> EpilogueChain:
-        assert self.traits is not None
         return EpilogueChain.of(self.traits, self.tile)
 
 
@@ -182,11 +180,6 @@ class Scores:
     def _run(self, entry: Callable[..., None], tiling: Tiling, buffers: Any) -> None:
         emulate.run(entry, tiling, buffers, (self.lengths, *self.shape[2:]), self.inputs, self.scale)
 
-    def features(self, traits: Traits) -> reference.Features:
-        """The traits' features in the form that the reference accepts."""
-        users = tuple(user_epilogue(name).reference for name in traits.epilogues)
-        return reference.Features(traits.mask, traits.dropout, users)
-
     def coords(self, traits: Traits) -> reference.ScoreCoords:
         """Coordinates of all scores, for sequences of full length."""
         return emulate.all_coords(traits, self.shape)
@@ -198,9 +191,7 @@ class Scores:
     def expected(self, traits: Traits) -> tuple[Tensor, Tensor]:
         """out (batch, nheads, seqlen_q, head_dim) and lse from the reference, for full or seqused lengths."""
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
-        out, lse, _ = reference.attention(
-            q, k, v, self.scale, self.features(traits), self.inputs, self.lengths
-        )
+        out, lse, _ = reference.attention(q, k, v, self.scale, features_of(traits), self.inputs, self.lengths)
         return out.transpose(1, 2).float(), lse.float()
 
     def expected_gradients(
@@ -221,7 +212,7 @@ class Scores:
             bias = inputs.bias.double().requires_grad_()
             inputs = replace(inputs, bias=bias)
         coords, exists = self._used_coords(traits)
-        scores = reference.modify_scores(raw, coords, features or self.features(traits), inputs)
+        scores = reference.modify_scores(raw, coords, features or features_of(traits), inputs)
         if computed is not None:
             scores = _Replaced.apply(scores, computed.double())
         scores = scores.masked_fill(~exists, -torch.inf)

@@ -56,6 +56,7 @@ class BackwardSm80Tile(WarpTile):
     """
 
     MIN_WARPS: ClassVar[int] = 2  # which load the 8 rows of an atom at once
+    dq_transposed: ClassVar[bool] = False  # dQ's accumulator is (queries, head_dim)
     tile_m: int = choice(64, 16, 32, 64, 96, 128)
     tile_n: int = choice(64, 32, 64, 96, 128, 192)
     num_warps: int = choice(8, 4, 8, 16)
@@ -117,11 +118,6 @@ class BackwardSm80Tile(WarpTile):
     def one_term(self, traits: Traits) -> bool:
         """True if operands are one fp16 term, and so have the size of 16-bit tensors."""
         return self.in_terms and traits.fp32_terms == 1
-
-    @property
-    def dq_transposed(self) -> bool:
-        """Always False: dQ's accumulator is (queries, head_dim)."""
-        return False
 
     @property
     def dq_warps_n(self) -> int:
@@ -345,6 +341,9 @@ class BackwardSm90Tile(Tile):
     MASK_STAGES: ClassVar[int] = 2
     warpgroups: ClassVar[int] = 2  # consumers, in addition to one producer warpgroup
     mma_threads: ClassVar[int] = 256
+    num_threads: ClassVar[int] = 384
+    compute_registers: ClassVar[int] = COMPUTE_REGISTERS[2]
+    load_registers: ClassVar[int] = LOAD_REGISTERS[2]
     dq_vector: ClassVar[int] = 4  # floats of dQ that one reduction adds
 
     def columns_of(self, head_dim: int) -> int:
@@ -378,18 +377,6 @@ class BackwardSm90Tile(Tile):
         return dataclasses.replace(
             self, dq_direct=True, dq_rows=dq_rows, dq_bulk=False, dq_in_order=False, staggered=False
         )
-
-    @property
-    def num_threads(self) -> int:
-        return self.mma_threads + 128
-
-    @property
-    def compute_registers(self) -> int:
-        return COMPUTE_REGISTERS[self.warpgroups]
-
-    @property
-    def load_registers(self) -> int:
-        return LOAD_REGISTERS[self.warpgroups]
 
     @property
     def dq_warps_n(self) -> int:

@@ -93,6 +93,10 @@ class Tile:
             if f.default is not dataclasses.MISSING and f.name not in ("tile_m", "tile_n")
         )
 
+    def changes(self, base: Self) -> dict[str, Any]:
+        """Field -> value, of the fields in which this tile differs from ``base``."""
+        return {name: value for name, value in vars(self).items() if value != getattr(base, name)}
+
     def override(self, text: str) -> Self:
         """This tile with the fields of ``text`` changed, such as ``"tile_n=128,q_in_regs=true"``.
 
@@ -164,7 +168,7 @@ class Tile:
 
 
 class WarpTile(Tile):
-    """Base of tiles for kernels in which all warps copy and multiply; subclasses have a field ``num_warps``."""
+    """Base of tiles for kernels in which all warps do the same; subclasses have a field ``num_warps``."""
 
     num_warps: int
     MIN_WARPS: ClassVar[int] = 1

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from cute_attn.tiles.base import Tile, choice
+from cute_attn.tiles.base import WarpTile, choice
 from cute_attn.traits import BLOCK_OPS, Traits
 
 WARP = 32
 
 
 @dataclass(frozen=True)
-class BlockKindsTile(Tile):
+class BlockKindsTile(WarpTile):
     """Tile of the kernel that finds the kinds of a mask's blocks.
 
     Attributes:
@@ -27,10 +27,6 @@ class BlockKindsTile(Tile):
 
     MOST_VALUES: ClassVar[int] = 32
     """Maximum number of values per query in shared memory, of up to 8 bytes each."""
-
-    @property
-    def num_threads(self) -> int:
-        return self.num_warps * WARP
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Upper bounds of the areas; a mask with fewer values uses less."""
@@ -50,7 +46,7 @@ class BlockKindsTile(Tile):
 
 
 @dataclass(frozen=True)
-class BlockListsTile(Tile):
+class BlockListsTile(WarpTile):
     """Tile of the kernels that list blocks by their kinds.
 
     Attributes:
@@ -63,10 +59,6 @@ class BlockListsTile(Tile):
     def default(cls, target: str) -> Self:
         """The tile for a target. On sm120, ptxas spills so that 48 warps of small CTAs fit; 32 warps avoid that."""
         return cls(32) if target == "sm120" else cls()
-
-    @property
-    def num_threads(self) -> int:
-        return self.num_warps * WARP
 
     def registers(self, traits: Traits) -> int:
         return 48

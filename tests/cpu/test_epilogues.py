@@ -19,6 +19,7 @@ from cute_attn import reference
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import register_epilogue
+from cute_attn.reference.emulate import features_of
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
 from tests.problem import DTYPES
@@ -79,7 +80,7 @@ def keep_mask(tiling, problem):
 def signs(tiling, problem):
     """Signs of P by definition: dropped elements are negative."""
     tensors = (x.double() for x in (problem.q, problem.k, problem.v))
-    features = problem.features(tiling.traits)
+    features = features_of(tiling.traits)
     return reference.attention(
         *tensors, problem.scale, features, problem.inputs, problem.lengths, return_softmax=True
     )[2].signbit()
@@ -381,7 +382,9 @@ def test_mem_efficient_dropout_keeps_a_word_equal_to_its_threshold(monkeypatch):
     words = reference.philox4x32((torch.arange(128), zero, zero, zero), (zero + 3, zero), rounds=10)
     words = torch.stack(words, 1).view(1, 1, 8, 64)
     for threshold in words[0, 0, 5, [7, 20, 33, 62]].tolist():
-        monkeypatch.setattr("cute_attn.epilogues.dropout.mem_efficient_threshold", lambda p, t=threshold: t)
+        monkeypatch.setattr(
+            "cute_attn.epilogues.numbering.mem_efficient_keep_threshold", lambda p, t=threshold: t
+        )
         assert torch.equal(problem.emulate(tiling).dropped, words < threshold)
 
 

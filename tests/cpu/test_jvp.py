@@ -19,6 +19,7 @@ from cute_attn.kernels.jvp_sm80 import JvpSm80
 from cute_attn.kernels.jvp_sm90 import JvpSm90
 from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreInputs
 from cute_attn.reference import attention as definition
+from cute_attn.reference.emulate import features_of
 from cute_attn.reference.tilings import TINY, Scores
 from tests import emulated_kvcache, machine, refusals
 from tests import tensors as drawn
@@ -281,7 +282,7 @@ def test_threads_compute_the_definition(features, tiling):
         problem = replace(problem, lengths=Lengths(None, None, *used, 40, 50))
 
     def by_definition(*tensors):
-        given = (problem.scale, problem.features(tiling.traits), problem.inputs, problem.lengths)
+        given = (problem.scale, features_of(tiling.traits), problem.inputs, problem.lengths)
         out, lse, _ = definition(*tensors, *given)
         return out.transpose(1, 2), lse
 

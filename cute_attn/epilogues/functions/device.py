@@ -9,9 +9,9 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float16, Float32, Float64, Int8, Int16, Int32, Int64, Uint8, cute
 from cutlass._mlir import ir
 from cutlass._mlir_helpers.op import loc_transform
-from cutlass.cute.runtime import make_fake_tensor
 from cutlass.cutlass_dsl import dsl_user_op
 
+from cute_attn.device.fakes import plain, strided
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.epilogues.functions.device_operations import (
     Interval,
@@ -39,10 +39,7 @@ def fake_tensor(dtype: str, rank: int, unit_stride: bool) -> Any:
     """A fake of a captured tensor, or of a call's number, for compilation."""
     if dtype in NUMBERS:
         return NUMBERS[dtype](1)
-    stride = [cute.sym_int64() for _ in range(rank)]
-    if unit_stride:
-        stride[-1] = 1
-    return make_fake_tensor(ELEMENTS[dtype], tuple(cute.sym_int() for _ in range(rank)), stride=tuple(stride))
+    return (plain if unit_stride else strided)(ELEMENTS[dtype], rank)
 
 
 @dsl_user_op

@@ -52,16 +52,12 @@ _texts: dict[str, str] = {}
 _lock = threading.Lock()
 
 
-class _Thread(threading.local):
-    alone = 0
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 def traces_alone() -> int:
     """Number of this thread's traces that served only one call, since later calls cannot be compared with that call."""
-    return _thread.alone
+    return getattr(_thread, "alone", 0)
 
 
 def epilogue_of(
@@ -109,7 +105,7 @@ def epilogue_of(
             while len(_known) > _MOST:
                 _known.popitem(last=False)
     else:
-        _thread.alone += 1
+        _thread.alone = traces_alone() + 1
         _recent.append(epilogue)
     return epilogue.name if epilogue is not None else "", traced.tensors
 

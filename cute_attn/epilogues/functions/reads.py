@@ -232,34 +232,25 @@ def _torchs_functions() -> frozenset[Any]:
 
 
 class _Names(NamedTuple):
-    """Names that ``code`` reads. known: False if it also imports, stores, or reads attributes of unknown meaning."""
+    """Names that code reads. known: False if it also imports, stores, or reads attributes of unknown meaning."""
 
-    code: CodeType
     read: tuple[str, ...]
     known: bool
 
 
-_MOST_NAMES = 1024
-_names: dict[int, _Names] = {}
-
-
+@functools.lru_cache(1024)
 def _names_of(code: CodeType) -> _Names:
     """The globals that a function and its inner functions may read."""
-    found = _names.get(id(code))
-    if found is None or found.code is not code:
-        read: dict[str, None] = {}
-        known, pending = True, [code]
-        while pending:
-            inner = pending.pop()
-            pending += [x for x in inner.co_consts if isinstance(x, CodeType)]
-            for one in dis.get_instructions(inner):
-                if one.opcode not in dis.hasname:
-                    continue
-                if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                    read[one.argval] = None
-                elif one.opname not in ("LOAD_ATTR", "LOAD_METHOD") or one.argval not in _ATTRIBUTES:
-                    known = False
-        if len(_names) >= _MOST_NAMES:
-            _names.clear()
-        found = _names[id(code)] = _Names(code, tuple(read), known)
-    return found
+    read: dict[str, None] = {}
+    known, pending = True, [code]
+    while pending:
+        inner = pending.pop()
+        pending += [x for x in inner.co_consts if isinstance(x, CodeType)]
+        for one in dis.get_instructions(inner):
+            if one.opcode not in dis.hasname:
+                continue
+            if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                read[one.argval] = None
+            elif one.opname not in ("LOAD_ATTR", "LOAD_METHOD") or one.argval not in _ATTRIBUTES:
+                known = False
+    return _Names(tuple(read), known)

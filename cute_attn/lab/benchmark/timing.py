@@ -27,6 +27,8 @@ class Clock:
     """
 
     def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("there is no GPU; timing a kernel needs one")
         self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
         self._flush_milliseconds = 0.1
         self._flush_milliseconds = statistics.median(self.once(self._flush.zero_, _WARM_UP))
