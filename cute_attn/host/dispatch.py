@@ -15,7 +15,7 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 NO_GRADIENT = (
     "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; accepted: tensors "
-    "without one, tensors of functions outside torch.func, or CPU tensors outside torch.compile"
+    "without one, tensors of functions, or CPU tensors outside torch.compile and torch.func"
 )
 
 
