@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.epilogues.names import user_epilogue
-from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
+from cute_attn.host.call import ATTENTION, BIAS, NUM_TENSORS, SLOPES, Call
 from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGENT, not_in_jvp, unpacked
 
 _FIELDS = Call._fields[:NUM_TENSORS]
 _BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
-_INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
+INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
 EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
 """Position of the epilogues' names in ``rest``: the arguments of a call that follow its tensors."""
 _RANKS = {"alibi_slopes": 1, "bias": 4}
@@ -97,12 +97,12 @@ def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[
 
 
 def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    if tangents[_FIELDS.index("alibi_slopes")] is not None:
+    if tangents[SLOPES] is not None:
         raise NotImplementedError(NO_TANGENT)
     aux = Call.joined(tensors, rest).aux
     if aux:
         raise not_in_jvp(f"return_{aux} is True", ": False")
-    return *(tangents[i] for i in _INDICES), *tangents[NUM_TENSORS:]
+    return *(tangents[i] for i in INDICES), *tangents[NUM_TENSORS:]
 
 
 class _Forward(torch.autograd.Function):
@@ -183,17 +183,17 @@ def _spread(needed: Sequence[bool], found: Sequence[Any]) -> tuple[Any, ...]:
 
 def _flags(asked: Sequence[bool]) -> tuple[bool, ...]:
     """Flags for q, k, v, bias, sinks and the tensors of epilogues, of those for a call's tensors."""
-    if asked[_FIELDS.index("alibi_slopes")]:
+    if asked[SLOPES]:
         raise NotImplementedError(NO_GRADIENT)
-    return (*(asked[i] for i in _INDICES), *asked[NUM_TENSORS:])
+    return (*(asked[i] for i in INDICES), *asked[NUM_TENSORS:])
 
 
 def _placed(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The inverse of :func:`_flags`, for gradients."""
     found: list[Tensor | None] = [None] * NUM_TENSORS
-    for i, x in zip(_INDICES, grads, strict=False):
+    for i, x in zip(INDICES, grads, strict=False):
         found[i] = x
-    return [*found, *grads[len(_INDICES) :]]
+    return [*found, *grads[len(INDICES) :]]
 
 
 def _sums(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -274,7 +274,7 @@ class _Backward(_Derivative):
         merged = _merged(size, tensors, dims[4:], own_bias=needed[3])
         sequences = [_flat(size, x, dim) for x, dim in zip(outputs, dims, strict=False)]
         found = [x.unflatten(0, (size, -1)) for x in _Backward.apply(rest, needed, *sequences, *merged)]
-        bias, at = tensors[_FIELDS.index("bias")], dims[4 + _FIELDS.index("bias")]
+        bias, at = tensors[BIAS], dims[4 + BIAS]
         if needed[3] and (bias.shape[0] if at is None else bias.movedim(at, 0).shape[1]) == 1:
             found[-1] = found[-1].sum(1, keepdim=True)
         return tuple(found), (0,) * len(found)

@@ -32,7 +32,6 @@ from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.record import Record, empty, overwritten, planned
 
 _ARGUMENTS = schema(ATTENTION)
-_INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 _NAMED = len(DIFFERENTIABLE)
 Outer = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 """Gradient of out, gradient of lse, out and lse. A gradient is None if it is zero."""
@@ -479,7 +478,7 @@ def _order(present: tuple[int, ...], total: int) -> tuple[operator.itemgetter, o
     The first takes values of the arguments and gives each gradient its tensor's; the second takes the gradients'. Both
     take one more value, for those without a counterpart.
     """
-    places = (*_INDICES, *range(NUM_TENSORS, total))
+    places = (*functorch.INDICES, *range(NUM_TENSORS, total))
     of_gradients = (_FIRST + present.index(i) if i in present else -1 for i in places)
     of_arguments = (places.index(i) if i in places else -1 for i in present)
     return operator.itemgetter(*of_gradients), operator.itemgetter(*(-1,) * _FIRST, *of_arguments)
