@@ -15,7 +15,7 @@ from cute_attn.host.checks import (
     check_tensors,
     check_writable,
 )
-from cute_attn.host.dispatch import refuse_tangents
+from cute_attn.host.dispatch import refuse_derivatives
 from cute_attn.host.memory import Tensors
 from cute_attn.host.record import overwritten
 from cute_attn.host.values import check_flags
@@ -109,7 +109,7 @@ def _append(tensors: Tensors, rotary_interleaved: bool, check_lengths: bool) -> 
     check_tensors(call, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_writable(name, x)
-    refuse_gradients(call, "append_kv")
+    refuse_derivatives(call.tensors(), "append_kv")
     call = call.materialized()
     if check_lengths:
         check_append(call)
@@ -119,17 +119,6 @@ def _append(tensors: Tensors, rotary_interleaved: bool, check_lengths: bool) -> 
 
 
 _check_lengths = check_lengths  # the parameter of the same name hides it
-
-
-def refuse_gradients(call: Call, function: str) -> None:
-    """Raise NotImplementedError if autograd would record the call, or if a tensor of the call has a tangent."""
-    refuse_tangents((x for _, x in call.tensors()), function)
-    if torch.is_grad_enabled():
-        for name, x in call.tensors():
-            if x.requires_grad:
-                raise NotImplementedError(
-                    f"{name} requires a gradient, which {function} does not give; accepted: tensors without one"
-                )
 
 
 # ---- the operator ----

@@ -9,7 +9,6 @@ Under ``vmap``, a batch of calls becomes one call with all their sequences. Call
 with packed sequences, with epilogues, or with batched sinks or dropout states, which a call has only once.
 """
 
-import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,13 +18,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.epilogues.names import user_epilogue
-from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
-from cute_attn.host.checks import check
+from cute_attn.host.call import ATTENTION, BIAS, NUM_TENSORS, SLOPES, Call
 from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGENT, not_in_jvp, unpacked
 
 _FIELDS = Call._fields[:NUM_TENSORS]
 _BY_SEQUENCE = ("q", "k", "v", "seqused_q", "seqused_k")
-_INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
+INDICES = tuple(_FIELDS.index(name) for name in DIFFERENTIABLE)
 EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
 """Position of the epilogues' names in ``rest``: the arguments of a call that follow its tensors."""
 _RANKS = {"alibi_slopes": 1, "bias": 4}
@@ -66,24 +64,19 @@ for _name in (
     _OF_TRANSFORMS = _OF_TRANSFORMS.add(getattr(torch._C.DispatchKey, _name))
 
 
-def with_tangents(
-    call: Call, state: AbstractContextManager | None = None
-) -> tuple[Tensor, Tensor, None] | None:
+def with_tangents(call: Call) -> tuple[Tensor, Tensor] | None:
     """out and lse as dual tensors with their tangents; None if no tensor of the call has a visible tangent.
 
     Under a transform other than ``jvp``, tangents belong to an outer transform, which passes them to ``_Forward.jvp``.
-
-    state: from an operator's implementation, :func:`before_operators`.
     """
     primals, tangents = _unpacked(call)
     if all(tangent is None for tangent in tangents):
         return None
-    if state is None:  # the operator checks
-        check(call)
-    with state or contextlib.nullcontext():
+    with before_operators():
         outputs = _jvp(call[NUM_TENSORS + 1 :], primals, tangents)
     pairs = zip(outputs[:2], outputs[2:], strict=True)
-    return *(forward_ad.make_dual(*pair, level=LEVEL) for pair in pairs), None
+    out, lse = (forward_ad.make_dual(*pair, level=LEVEL) for pair in pairs)
+    return out, lse
 
 
 def refuse_out(call: Call) -> None:
@@ -104,12 +97,12 @@ def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[
 
 
 def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
-    if tangents[_FIELDS.index("alibi_slopes")] is not None:
+    if tangents[SLOPES] is not None:
         raise NotImplementedError(NO_TANGENT)
     aux = Call.joined(tensors, rest).aux
     if aux:
         raise not_in_jvp(f"return_{aux} is True", ": False")
-    return *(tangents[i] for i in _INDICES), *tangents[NUM_TENSORS:]
+    return *(tangents[i] for i in INDICES), *tangents[NUM_TENSORS:]
 
 
 class _Forward(torch.autograd.Function):
@@ -127,7 +120,7 @@ class _Forward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *output[:2])
         ctx.save_for_forward(*tensors, *output[:2])
-        ctx.rest = rest
+        ctx.rest, ctx.epilogues = rest, epilogues_of(rest)
         if len(output) > 2:
             ctx.mark_non_differentiable(output[2])
 
@@ -135,7 +128,7 @@ class _Forward(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple:
         *tensors, out, lse = ctx.saved_tensors
         given = (grad_out, grad_lse, out, lse, *tensors)
-        return None, *_placed(gradients(ctx.rest, _first_flags(ctx.needs_input_grad[1:]), given))
+        return None, *_placed(gradients(ctx.rest, _flags(ctx.needs_input_grad[1:]), given))
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -190,24 +183,17 @@ def _spread(needed: Sequence[bool], found: Sequence[Any]) -> tuple[Any, ...]:
 
 def _flags(asked: Sequence[bool]) -> tuple[bool, ...]:
     """Flags for q, k, v, bias, sinks and the tensors of epilogues, of those for a call's tensors."""
-    if asked[_FIELDS.index("alibi_slopes")]:
+    if asked[SLOPES]:
         raise NotImplementedError(NO_GRADIENT)
-    return (*(asked[i] for i in _INDICES), *asked[NUM_TENSORS:])
-
-
-def _first_flags(asked: Sequence[bool]) -> tuple[bool, ...]:
-    """:func:`_flags` for first derivatives under transforms, which give none by the tensors of epilogues."""
-    if any(asked[NUM_TENSORS:]):
-        raise NotImplementedError(NO_GRADIENT)
-    return _flags(asked)
+    return (*(asked[i] for i in INDICES), *asked[NUM_TENSORS:])
 
 
 def _placed(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The inverse of :func:`_flags`, for gradients."""
     found: list[Tensor | None] = [None] * NUM_TENSORS
-    for i, x in zip(_INDICES, grads, strict=False):
+    for i, x in zip(INDICES, grads, strict=False):
         found[i] = x
-    return [*found, *grads[len(_INDICES) :]]
+    return [*found, *grads[len(INDICES) :]]
 
 
 def _sums(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -288,7 +274,7 @@ class _Backward(_Derivative):
         merged = _merged(size, tensors, dims[4:], own_bias=needed[3])
         sequences = [_flat(size, x, dim) for x, dim in zip(outputs, dims, strict=False)]
         found = [x.unflatten(0, (size, -1)) for x in _Backward.apply(rest, needed, *sequences, *merged)]
-        bias, at = tensors[_FIELDS.index("bias")], dims[4 + _FIELDS.index("bias")]
+        bias, at = tensors[BIAS], dims[4 + BIAS]
         if needed[3] and (bias.shape[0] if at is None else bias.movedim(at, 0).shape[1]) == 1:
             found[-1] = found[-1].sum(1, keepdim=True)
         return tuple(found), (0,) * len(found)
@@ -320,7 +306,7 @@ class _Jvp(_Derivative):
         *given, out, lse = ctx.saved_tensors
         tangents, tensors = given[: ctx.number], given[ctx.number :]
         moved, asked = ctx.needs_input_grad[2:][: ctx.number], ctx.needs_input_grad[2 + ctx.number :]
-        needed, primals = _first_flags(asked), (out, lse, *tensors)
+        needed, primals = _flags(asked), (out, lse, *tensors)
         found = gradients(ctx.rest, needed, (grad_out, grad_lse, *primals))
         more = _seconds(ctx.rest, (False, False, *needed), tangents, of_dots, tensors)[2:]
         of_tangents = gradients(ctx.rest, moved, (*of_dots, *primals))

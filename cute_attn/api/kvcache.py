@@ -39,6 +39,7 @@ from cute_attn.host.checks import (
 )
 from cute_attn.host.checks import check_lengths as _check_lengths
 from cute_attn.host.choose import check_words
+from cute_attn.host.dispatch import refuse_derivatives
 from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import (
     Tensors,
@@ -310,7 +311,7 @@ def _attend(functions: Functions, tensors: Tensors, out: Tensor | None, options:
         for name in ("k_cache", "v_cache") if call.k is not None else ():
             check_writable(name, getattr(call, name))
         call = call.materialized()
-    append.refuse_gradients(call, "attention_with_kvcache")
+    refuse_derivatives(call.tensors(), "attention_with_kvcache")
     # Shapes are compared with out's below; while a compiler traces, the operator checks.
     if check_lengths or (out is not None and plan is None and no_dispatch_mode()):
         check_attention(call)

@@ -8,7 +8,7 @@ from torch import Tensor
 from cute_attn.host import plans, record
 from cute_attn.host.call import define
 from cute_attn.host.checks import check_like
-from cute_attn.host.dispatch import refuse_tangents
+from cute_attn.host.dispatch import refuse_derivatives
 from cute_attn.host.memory import Tensors, materialized, on_device
 from cute_attn.host.merge import check, check_for_kernels, launch
 from cute_attn.host.values import check_present, shown, tensors_of
@@ -62,16 +62,13 @@ def merge_attention(
 def _merge(tensors: Tensors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Check and run a merge that repeats no recorded one; tensors: outs, lses and sinks."""
     outs, lses, sinks = tensors
-    check_present((("outs", outs), ("lses", lses), ("sinks", sinks)), ("outs", "lses"), "outs")
+    named = (("outs", outs), ("lses", lses), ("sinks", sinks))
+    check_present(named, ("outs", "lses"), "outs")
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(
             f"dtype is {shown(dtype)}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
         )
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (outs, lses, sinks)):
-        raise NotImplementedError(
-            "outs, lses or sinks requires a gradient, which merge_attention does not give; accepted: tensors without"
-        )
-    refuse_tangents((outs, lses, sinks), "merge_attention")
+    refuse_derivatives(named, "merge_attention")
     return torch.ops.cute_attn.merge.default(*materialized(tensors), outs.dtype if dtype is None else dtype)
 
 

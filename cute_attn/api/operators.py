@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from cute_attn import reference
@@ -33,7 +32,6 @@ from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.record import Record, empty, overwritten, planned
 
 _ARGUMENTS = schema(ATTENTION)
-_INDICES = tuple(Call._fields.index(name) for name in DIFFERENTIABLE)
 _NAMED = len(DIFFERENTIABLE)
 Outer = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 """Gradient of out, gradient of lse, out and lse. A gradient is None if it is zero."""
@@ -43,17 +41,12 @@ _KERNEL = Call._fields.index("kernel") - NUM_TENSORS - 1
 
 def forward(call: Call) -> Outputs:
     """Return out, lse, and ``call.aux`` or None. The dispatcher is called only if something observes operators."""
-    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
-        # On the CPU torch follows tangents through the definition, except within transforms.
-        if call.q.is_cuda or transforms_are_active():
-            found = functorch.with_tangents(call)
-            if found is not None:
-                return found
-    if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors)):
+    # On the CPU torch follows tangents through the definition, except within transforms.
+    dual = forward_ad._current_level >= 0 and call.q.is_cuda and not torch.compiler.is_compiling()
+    if no_dispatch_mode() and not dual and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors)):
         return run(call) if call.q.is_cuda else forward_cpu(call)
-    if transforms_are_active():
-        check(call)
-        return functorch.forward(call)
+    if dual or transforms_are_active():
+        check(call)  # before the dispatcher, whose errors name no argument
     call = call._replace(epilogues=with_texts(call.epilogues))
     out, lse, aux = torch.ops.cute_attn.forward.default(*call.values(ATTENTION))
     return out, lse, aux if call.aux else None
@@ -419,31 +412,15 @@ class Node(NamedTuple):
         return found
 
 
-def _save(ctx: Any, tensors: Sequence[Any], rest: tuple, outputs: tuple, node: Node | None = None) -> None:
-    """Save a call for its backward. tensors: q to rng_state, then the epilogues'; with a node, those present."""
-    out, lse, aux = outputs
-    ctx.node = node
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, out, lse)
-    ctx.rest = rest
-    if node is None:  # a traced function's epilogue must live until its gradient
-        ctx.epilogues = functorch.epilogues_of(rest)
-    elif node.traced:
-        ctx.epilogues = [one() for one in node.traced]
-    if aux is not None:
-        ctx.mark_non_differentiable(aux)
-
-
 def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a saved call. wanted: as ``needed`` of :func:`backward`."""
+    """The gradients of :class:`Attention`'s call. wanted: as ``needed`` of :func:`backward`."""
     if grad_out is None and grad_lse is None:
         return (None,) * len(wanted)
     *tensors, out, lse = ctx.saved_tensors
     node, key, given = ctx.node, None, (*tensors, grad_out, out, lse)
-    direct = node is not None and grad_out is not None and grad_lse is None
-    if direct and not torch.is_grad_enabled():
+    if grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
         packs = node.packed and fused_qkv.are_adjacent(tensors[3 - node.packed : 3])
         key = ("backward", node.options, wanted, packs, torch.are_deterministic_algorithms_enabled())
         known = plans.find(key, given)
@@ -451,17 +428,16 @@ def _differentiate(
         if found is not None:
             return found
 
-    every = tensors if node is None else node.all_of(tensors)
+    every = node.all_of(tensors)
 
     def run() -> tuple[Tensor | None, ...]:
-        call = Call.joined(every, ctx.rest)
-        return backward(call, grad_out, grad_lse, out, lse, wanted, node is not None)
+        return backward(Call.joined(every, node.rest), grad_out, grad_lse, out, lse, wanted, launched=True)
 
     if key is not None:
         return plans.recorded(key, given, run)
     if not torch.is_grad_enabled():
         return run()
-    return functorch.gradients(ctx.rest, wanted, (grad_out, grad_lse, out, lse, *every))
+    return functorch.gradients(node.rest, wanted, (grad_out, grad_lse, out, lse, *every))
 
 
 _FIRST = 3
@@ -477,7 +453,14 @@ class Attention(torch.autograd.Function):
         outputs = None if record is None else record.run(given)
         if outputs is None:
             outputs = launch(Call.joined(node.all_of(present), node.rest))
-        _save(ctx, present, node.rest, outputs, node)
+        out, lse, aux = outputs
+        ctx.node = node
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*present, out, lse)
+        if node.traced:  # a traced function's epilogue must live until its gradient
+            ctx.epilogues = [one() for one in node.traced]
+        if aux is not None:
+            ctx.mark_non_differentiable(aux)
         return outputs
 
     @staticmethod
@@ -495,7 +478,7 @@ def _order(present: tuple[int, ...], total: int) -> tuple[operator.itemgetter, o
     The first takes values of the arguments and gives each gradient its tensor's; the second takes the gradients'. Both
     take one more value, for those without a counterpart.
     """
-    places = (*_INDICES, *range(NUM_TENSORS, total))
+    places = (*functorch.INDICES, *range(NUM_TENSORS, total))
     of_gradients = (_FIRST + present.index(i) if i in present else -1 for i in places)
     of_arguments = (places.index(i) if i in places else -1 for i in present)
     return operator.itemgetter(*of_gradients), operator.itemgetter(*(-1,) * _FIRST, *of_arguments)
@@ -505,49 +488,27 @@ _apply = super(torch.autograd.Function, Attention).apply
 """``Attention.apply`` without its preparations for torch.func's transforms, within which no call is repeated."""
 
 
-def _save_operator(ctx: Any, inputs: tuple, output: tuple) -> None:
-    call = call_of(inputs)
-    # On the CPU the reference is differentiable in every tensor; this is reached under a compiler.
-    requires_grad(call)
-    _save(ctx, (*call[:NUM_TENSORS], *call.epilogue_tensors), call[NUM_TENSORS + 1 :], output)
-
-
-def _differentiate_operator(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None
-) -> tuple:
-    own = tuple(map(bool, ctx.needs_input_grad[NUM_TENSORS]))
-    wanted = (*(bool(ctx.needs_input_grad[index]) for index in _INDICES), *own)
-    found = _differentiate(ctx, grad_out, grad_lse, wanted)
-    grads: dict[int, Any] = dict(zip(_INDICES, found[:_NAMED], strict=True))
-    # For a list of tensors, also an empty one of any type, torch wants a list; for any other list a single None.
-    grads |= {i: [] for i, x in enumerate(ctx.rest, NUM_TENSORS + 1) if x == ()}
-    grads[NUM_TENSORS] = list(found[_NAMED:])
-    return tuple(grads.get(i) for i in range(len(ATTENTION)))
-
-
-_with_gradient = make_autograd_impl(
-    torch.ops.cute_attn.forward.default, Info(_differentiate_operator, _save_operator)
-)
-
-
 def _with_derivatives(keyset: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiable forward. torch.library.register_autograd would pass None on, and drop tangents silently."""
     arguments = _with_list(given)
     # In traced code the level is not known here.
     if forward_ad._current_level >= 0 or not no_dispatch_mode():
-        found = functorch.with_tangents(Call(*arguments), functorch.before_operators())
+        found = functorch.with_tangents(Call(*arguments))
         if found is not None:
-            return *found[:2], found[0].new_empty(0)
-        if functorch.differentiates():
-            return _transformed(keyset, *arguments)
-    return _with_gradient(keyset, *arguments)
+            return *found, found[0].new_empty(0)
+    learns = torch.is_grad_enabled() and requires_grad(call_of(arguments))
+    if learns or functorch.differentiates():
+        return _transformed(keyset, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keyset & torch._C._after_autograd_keyset
+        return torch.ops.cute_attn.forward.default.redispatch(below, *arguments)
 
 
 def _transformed(keyset: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator under ``grad`` or ``vmap``: called directly, or in traced code."""
-    call = call_of(given)
+    """The operator where autograd or a transform records it: called directly, or in traced code."""
+    values: Any = (tuple(x) if isinstance(x, list) else x for x in given)
     with functorch.before_operators():
-        out, lse, aux = functorch.forward(call)
+        out, lse, aux = functorch.forward(Call(*values))
     return out, lse, out.new_empty(0) if aux is None else aux
 
 

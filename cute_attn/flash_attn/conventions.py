@@ -176,6 +176,7 @@ def attend_cache(
 
 
 def attend_pages(
+    door: str,
     tensors: tuple[Tensor, ...],
     lengths: tuple[Any, ...],
     block_table: Tensor,
@@ -184,7 +185,7 @@ def attend_pages(
     return_lse: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend packed queries to paged keys. lengths: see :func:`attend`. Returns out, and lse or None."""
+    """Attend packed queries to paged keys. door, lengths: see :func:`attend`. Returns out, and lse or None."""
     if probability(dropout_p):
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; accepted: 0")
     starts_q, starts_k, *_ = lengths
@@ -206,6 +207,7 @@ def attend_pages(
     )  # fmt: skip
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out = _WithoutBackward.apply(out, *tensors)
+    note(door, tensors, scores, cum_seq_q=starts_q, block_table=block_table)
     return out, lse
 
 

@@ -295,7 +295,6 @@ def _attend_pages(
     """The result of a call with packed queries and paged keys."""
     flag("deterministic", options.deterministic)
     probs = flag("return_attn_probs", options.return_attn_probs)
-    out, lse = attend_pages(tensors, lengths, block_table, options.scores, options.dropout_p, probs)
-    noted = {"cum_seq_q": lengths[0], "block_table": block_table, "dropout_p": options.dropout_p}
-    note(_DOORS[True], tensors, options.scores, **noted)
+    given = (tensors, lengths, block_table, options.scores, options.dropout_p, probs)
+    out, lse = attend_pages(_DOORS[True], *given)
     return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))

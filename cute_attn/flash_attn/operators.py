@@ -77,12 +77,9 @@ def _flash_attn_varlen_forward(
     if block_table is None:
         return _forward((q, k, v), lengths, scores, dropout_p, return_softmax, seqused_k=seqused_k)
     used = {} if seqused_k is None else {"cache_seqlens": seqused_k}
-    out, lse = attend_pages(
-        (q, k, v), lengths, block_table, scores, dropout_p, True, num_splits=num_splits, **used
-    )
+    door, options = "flash_attn._flash_attn_varlen_forward", {"num_splits": num_splits, **used}
+    out, lse = attend_pages(door, (q, k, v), lengths, block_table, scores, dropout_p, True, **options)
     assert lse is not None
-    door = "flash_attn._flash_attn_varlen_forward"
-    note(door, (q, k, v), scores, cum_seq_q=cu_seqlens_q, block_table=block_table)
     return out, plus_infinity(lse), out.new_empty(0), out.new_zeros(2, dtype=torch.int64)
 
 

@@ -15,7 +15,7 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
 
 NO_GRADIENT = (
     "alibi_slopes or an epilogue's tensor requires a gradient, which the operator does not give; accepted: tensors "
-    "without one, tensors of functions outside torch.func, or CPU tensors outside torch.compile"
+    "without one, tensors of functions, or CPU tensors outside torch.compile and torch.func"
 )
 
 
@@ -56,9 +56,16 @@ def unpacked(tensors: Iterable[Any]) -> tuple[tuple, tuple]:
     return tuple(primal for primal, _ in pairs), tuple(tangent for _, tangent in pairs)
 
 
-def refuse_tangents(tensors: Iterable[Tensor | None], function: str) -> None:
-    """Raise NotImplementedError for a tensor with a tangent, which ``function`` would drop."""
-    if forward_ad._current_level >= 0 and any(x is not None for x in unpacked(tensors)[1]):
+def refuse_derivatives(named: Iterable[tuple[str, Tensor | None]], function: str) -> None:
+    """Raise NotImplementedError for a tensor with a tangent, or one by which autograd would record ``function``."""
+    named = tuple(named)
+    if forward_ad._current_level >= 0 and any(x is not None for x in unpacked(x for _, x in named)[1]):
         raise NotImplementedError(
             f"a tensor has a tangent, which {function} does not follow; accepted: tensors without one"
         )
+    if torch.is_grad_enabled():
+        for name, x in named:
+            if x is not None and x.requires_grad:
+                raise NotImplementedError(
+                    f"{name} requires a gradient, which {function} does not give; accepted: tensors without one"
+                )

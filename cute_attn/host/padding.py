@@ -102,7 +102,8 @@ class Copies:
             for tensors in (sources, targets)
         )
         which = sum(wanted << i for i, wanted in enumerate(both))
-        record.copy(*self.kernel.bind(mSource=source, mTarget=target, which=which, mCuSeqlens=cu_seqlens))
+        own = {"mSource": source, "mTarget": target, "which": which, "mCuSeqlens": cu_seqlens}
+        record.launch(*self.kernel.bind(**own), direct=False)
 
 
 def kernels_for(op: str, call: Call) -> dict[str, Any]:

@@ -71,17 +71,11 @@ def work_tiles(device: int) -> Any:
     return found
 
 
-def launch(function: Callable[..., None], *arguments: Any) -> None:
+def launch(function: Callable[..., None], *arguments: Any, direct: bool = True) -> None:
+    """Launch a kernel. direct: False if it reads and writes tensors at any address."""
     function(*arguments)
     if thread.recording is not None:
-        thread.recording.add_launch(function, arguments, direct=True)
-
-
-def copy(function: Callable[..., None], *arguments: Any) -> None:
-    """:func:`launch` a kernel that reads and writes tensors at any address."""
-    function(*arguments)
-    if thread.recording is not None:
-        thread.recording.add_launch(function, arguments)
+        thread.recording.add_launch(function, arguments, direct=direct)
 
 
 def step(function: Callable[..., Any], *arguments: Any) -> None:

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from cute_attn.host import doors
 from cute_attn.host.activation import BACKENDS, Options, for_a_block
+from cute_attn.host.call import Call
 from cute_attn.host.doors import served
 from cute_attn.host.values import check_dense, check_flags, number
 from cute_attn.sdpa import overrides
-from cute_attn.sdpa.calls import Inputs, request_of, why_not
+from cute_attn.sdpa.calls import request_of, why_not
 from cute_attn.sdpa.overrides import Activation
 
 __all__ = ["NAME", "activate", "active", "reason", "restore", "served"]
@@ -128,7 +129,7 @@ def reason(
     masked = attn_mask is not None or (is_causal and query.shape[2] != key.shape[2])
     call = request_of(
         "efficient" if masked else "flash",
-        Inputs(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
+        Call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
         causal=is_causal,
         dropout_p=dropout_p,
         scale=query.shape[-1] ** -0.5 if scale is None and query.shape[-1] else scale,

@@ -64,19 +64,6 @@ class Request(NamedTuple):
         return 0 in (*self.q, *self.k)
 
 
-class Inputs(NamedTuple):
-    """The tensors of a call; q, k and v have rows before heads."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_k: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-
-
 @functools.lru_cache(maxsize=4096)
 def why_not(request: Request) -> str | None:
     """Why PyTorch's kernels compute a call and its backward, as one sentence; None if kernels here do."""
@@ -84,7 +71,7 @@ def why_not(request: Request) -> str | None:
     if reason is not None:
         return reason
     try:
-        call = translated(request, *_meta_inputs(request))
+        call = translated(request, _meta_inputs(request))
         check(call)
         check_for_kernels(call, whole=True)
     except (TypeError, ValueError) as error:
@@ -130,20 +117,21 @@ def why_not_drawn(request: Request, rng: str, capturing: bool) -> str | None:
     return None
 
 
-def _meta_inputs(request: Request) -> tuple[Inputs, Tensor | None]:
-    """Contiguous meta tensors with a request's shapes and dtypes, and a dropout state, or None without dropout."""
+def _meta_inputs(request: Request) -> Call:
+    """Contiguous meta tensors with a request's shapes and dtypes, and with dropout a state."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     q, k, v = map(empty, (request.q, request.k, request.v), request.dtypes)
+    starts_q, starts_k = (None if x is None else empty(*x) for x in request.lengths)
     bias = None if request.bias is None else empty(*request.bias)
-    lengths = (None if x is None else empty(*x) for x in request.lengths)
-    return Inputs(q, k, v, bias, *lengths), empty((2,), torch.int64) if request.dropout_p else None
+    state = empty((2,), torch.int64) if request.dropout_p else None
+    return Call(q, k, v, starts_q, starts_k, bias=bias, rng_state=state)
 
 
-def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None) -> Call:
-    """Translate a request and its tensors to a call of the kernels.
+def translated(request: Request, inputs: Call) -> Call:
+    """The call of the kernels for a request. inputs: the call's tensors, with rows before heads.
 
     Flash attention aligns a causal mask with the last query and key, the other backends with the first.
     """
@@ -153,8 +141,8 @@ def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None
     mask, window_left, window_right = resolve_mask(alignment if request.causal else False, bounds)
     dropout = ("mem_efficient" if request.backend == "efficient" else "flash") if request.dropout_p else ""
     # The precision is that of fp32, whatever PyTorch's flags say: so does its memory-efficient kernel.
-    return Call(
-        **inputs._asdict(), rng_state=rng_state, max_seqlen_q=request.longest[0], max_seqlen_k=request.longest[1],
+    return inputs._replace(
+        max_seqlen_q=request.longest[0], max_seqlen_k=request.longest[1],
         softmax_scale=request.q[-1] ** -0.5 if request.scale is None else request.scale, mask=mask,
         window_left=window_left, window_right=window_right, dropout=dropout, dropout_p=request.dropout_p,
         deterministic=request.same_bits, same_bits=request.same_bits,
@@ -163,7 +151,7 @@ def translated(request: Request, inputs: Inputs, rng_state: Tensor | None = None
 
 def request_of(
     backend: str,
-    inputs: Inputs,
+    inputs: Call,
     *,
     causal: bool,
     dropout_p: float,
@@ -175,11 +163,10 @@ def request_of(
 ) -> Request:
     """The request that describes an operator's arguments.
 
-    longest: max_seqlen_q and max_seqlen_k; by default the seqlens. learns, same_bits: see
-    :class:`Request`.
+    inputs: the tensors, with rows before heads. longest: max_seqlen_q and max_seqlen_k; by default the seqlens.
+    learns, same_bits: see :class:`Request`.
     """
-    q, k, v, bias, *lengths = inputs[:6]
-    present = [x for x in inputs if x is not None]
+    (q, k, v, *lengths), bias = inputs[:5], inputs.bias
     sizes = [x.shape[1] if x.dim() > 1 else 0 for x in (q, k)]
     return Request(
         backend=backend,
@@ -187,7 +174,7 @@ def request_of(
         k=tuple(k.shape),
         v=tuple(v.shape),
         dtypes=(q.dtype, k.dtype, v.dtype),
-        devices=frozenset(x.device for x in present),
+        devices=frozenset(x.device for _, x in inputs.tensors()),
         target=target_of(q.device),
         bias=None if bias is None else (tuple(bias.shape), bias.dtype),
         lengths=tuple(None if x is None else (tuple(x.shape), x.dtype) for x in lengths),

@@ -24,12 +24,11 @@ from cute_attn.host import forward as _forward
 from cute_attn.host import memory, random_states, record
 from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.bias import four_dims, last_contiguous
-from cute_attn.host.call import ATTENTION
+from cute_attn.host.call import ATTENTION, Call
 from cute_attn.host.checks import check_like
 from cute_attn.host.memory import ALIGNMENT_BYTES, as_strided, contiguous_strides, on_device, regular
 from cute_attn.host.record import Layout
 from cute_attn.sdpa.calls import (
-    Inputs,
     Request,
     _is_capturing,
     request_of,
@@ -53,13 +52,13 @@ def _narrow_bias(bias: Tensor) -> Tensor:
     return last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
 
 
-def _kernel_inputs(inputs: tuple, heads_first: bool, *, bias_gradient: bool = False) -> Inputs:
-    """Inputs with rows before heads, readable by kernels. bias_gradient: keep the bias's shape for its gradient."""
+def _kernel_inputs(inputs: Call, heads_first: bool, *, bias_gradient: bool = False) -> Call:
+    """Tensors with rows before heads, readable by kernels. bias_gradient: keep the bias's shape for its gradient."""
     q, k, v = map(_readable, map(rows_first, inputs[:3]) if heads_first else inputs[:3])
-    bias = inputs[3]
+    bias = inputs.bias
     if bias is not None:
         bias = last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
-    return Inputs(q, k, v, bias, *inputs[4:])
+    return inputs._replace(q=q, k=k, v=v, bias=bias)
 
 
 # ---- layouts of outputs ----
@@ -157,7 +156,7 @@ class Results(NamedTuple):
 def forward(
     request: Request,
     options: Options,
-    inputs: tuple,
+    inputs: Call,
     *,
     heads_first: bool = True,
     wants_lse: bool = True,
@@ -166,11 +165,11 @@ def forward(
     """Compute a forward, or return the reason why kernels do not serve it.
 
     Args:
-        inputs: q, k, v, bias, cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes as PyTorch passes them.
+        inputs: the call's tensors as PyTorch passes them.
         heads_first: whether q, k and v have heads before rows.
         wants_lse: whether lse is used; if not, it may contain -inf.
     """
-    device = inputs[0].device
+    device = inputs.q.device
     reason = why_not(request) or why_not_drawn(request, options.rng, _is_capturing(device))
     if (
         reason is None and return_softmax and not request.dropout_p
@@ -182,9 +181,9 @@ def forward(
     lse_rows = -(-rows // 32) * 32 if request.backend == "efficient" and wants_lse else rows
     if request.dropout_p:
         state = record.drawn(functools.partial(draw, request, device, options.rng))
-    prepared = _kernel_inputs(inputs, heads_first)
-    call = translated(request, prepared, state)._replace(aux="softmax" if return_softmax else "")
-    output = Output.of(inputs[0], request.v[-1], heads_first, request.backend)
+    prepared = _kernel_inputs(inputs, heads_first)._replace(rng_state=state)
+    call = translated(request, prepared)._replace(aux="softmax" if return_softmax else "")
+    output = Output.of(inputs.q, request.v[-1], heads_first, request.backend)
     if runs_kernels(prepared.q):
         with on_device(prepared.q.get_device()):
             out, shape = output.memory(prepared.q), call.output_shapes()[1]
@@ -195,7 +194,7 @@ def forward(
         written, lse, softmax = forward_cpu(call)
         if lse_rows > rows:
             lse = F.pad(lse, (0, lse_rows - rows))
-    if wants_lse and _may_see_nothing(request, inputs[6]):
+    if wants_lse and _may_see_nothing(request, inputs.seqused_k):
         record.step(Tensor.nan_to_num_, lse, math.nan, math.inf, math.inf)
     if lse_rows > rows:
         record.step(Tensor.fill_, lse.narrow(2, rows, lse_rows - rows), math.inf)
@@ -262,7 +261,7 @@ def _stack_into(numbers: tuple[Tensor, ...], out: Tensor) -> None:
 
 def backward(
     request: Request,
-    inputs: tuple,
+    inputs: Call,
     outer: tuple[Tensor, Tensor, Tensor],
     rng_state: Tensor | tuple[Tensor, Tensor],
     *,
@@ -276,9 +275,9 @@ def backward(
     reason = why_not(request)
     if reason is not None:
         return reason
-    state = _joined(rng_state, inputs[0].device) if request.dropout_p else None
+    state = _joined(rng_state, inputs.q.device) if request.dropout_p else None
     prepared = _kernel_inputs(inputs, heads_first, bias_gradient=bias_gradient)
-    call = translated(request, prepared, state)
+    call = translated(request, prepared._replace(rng_state=state))
     grad_out, out = map(rows_first, outer[:2]) if heads_first else outer[:2]
     lse = outer[2][:, :, : request.longest[0]] if heads_first else outer[2]
     needed = (True, True, True, bias_gradient, False)
@@ -304,7 +303,7 @@ def _asked(backend: str, given: Any, bias: Tensor | None = None, *, learns: bool
     """The request of tensors (batch, heads, rows, dim). Other ranks are kept, and declined later."""
     q, k, v = (x.transpose(1, 2) if x.dim() == 4 else x for x in (given.query, given.key, given.value))
     options = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
-    return request_of(backend, Inputs(q, k, v, bias), **options, learns=learns)
+    return request_of(backend, Call(q, k, v, bias=bias), **options, learns=learns)
 
 
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
@@ -397,8 +396,8 @@ def _signature(name: str) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _inputs(given: Any, bias: Tensor | None = None) -> tuple:
-    return given.query, given.key, given.value, bias, None, None, None, None
+def _inputs(given: Any, bias: Tensor | None = None) -> Call:
+    return Call(given.query, given.key, given.value, bias=bias)
 
 
 @_of("flash", "_scaled_dot_product_flash_attention")
@@ -419,7 +418,7 @@ def flash_backward(options: Options, given: Any) -> tuple | str:
 @_of("efficient", "_scaled_dot_product_efficient_attention")
 def efficient_forward(options: Options, given: Any) -> tuple | str:
     inputs, wants_lse = _inputs(given, given.attn_bias), given.compute_log_sumexp
-    found = forward(_asked("efficient", given, inputs[3]), options, inputs, wants_lse=wants_lse)
+    found = forward(_asked("efficient", given, inputs.bias), options, inputs, wants_lse=wants_lse)
     if isinstance(found, str):
         return found
     lse = found.lse
@@ -473,15 +472,15 @@ def cudnn_backward(options: Options, given: Any) -> tuple | str:
 
 def _rows(
     given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = None, *, same_bits: bool = False
-) -> tuple[Request, tuple]:
+) -> tuple[Request, Call]:
     """The request and the inputs for tensors with rows before heads: batches, or packed sequences."""
     lengths = (given.cum_seq_q, given.cum_seq_k)
-    inputs = (given.query, given.key, given.value, None, *lengths, seqused_k, slopes)
+    inputs = Call(given.query, given.key, given.value, *lengths, seqused_k=seqused_k, alibi_slopes=slopes)
     options: dict[str, Any] = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
     options["same_bits"] = same_bits
     window = (given.window_size_left, given.window_size_right)
     longest = None if lengths[0] is None else (given.max_q, given.max_k)  # ignored on batches
-    return request_of("flash", Inputs(*inputs), **options, window=window, longest=longest), inputs
+    return request_of("flash", inputs, **options, window=window, longest=longest), inputs
 
 
 @_of("flash", "_flash_attention_forward")

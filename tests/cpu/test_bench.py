@@ -9,8 +9,9 @@ import torch
 from bench import cliffs, decode, decode_impls, masks
 from bench.decode_rows import Row, make_inputs
 from bench.drop_ins import ROWS, Attention, all_served
+from cute_attn.host.call import Call
 from cute_attn.sdpa import slower
-from cute_attn.sdpa.calls import Inputs, request_of, why_not
+from cute_attn.sdpa.calls import request_of, why_not
 
 # ---- decoding ----
 
@@ -107,7 +108,7 @@ def calls():
         if isinstance(row, Attention):
             inputs, mask = row.tensors("cpu" if row.batch < 4 else "meta")
             bias = None if mask is None else mask.to(inputs[0].dtype)
-            tensors = Inputs(*(x.transpose(1, 2) for x in inputs), bias)
+            tensors = Call(*(x.transpose(1, 2) for x in inputs), bias=bias)
             options = {"causal": row.causal, "dropout_p": row.dropout_p, "learns": row.train}
             call = request_of("cudnn", tensors, scale=None, **options)
             found[name] = call._replace(devices=frozenset([*call.devices][:1]), target="sm90")

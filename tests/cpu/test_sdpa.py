@@ -17,8 +17,9 @@ from cute_attn.compiler import registry
 from cute_attn.host import doors
 from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
+from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.sdpa import calls, operators, overrides, slower
-from cute_attn.sdpa.calls import Inputs, request_of, why_not, why_not_drawn
+from cute_attn.sdpa.calls import request_of, why_not, why_not_drawn
 from cute_attn.sdpa.operators import OPERATORS, STATES
 from tests import machine, processes, refusals
 from tests.cpu.test_sdpa_plans import saved_of
@@ -141,7 +142,7 @@ def test_a_served_call_has_both_kernels_and_passes_all_checks(monkeypatch):
             if why_not(call) is not None:
                 continue
             count += 1
-            params = calls.translated(call, *calls._meta_inputs(call))
+            params = calls.translated(call, calls._meta_inputs(call))
             for op in ("forward", "backward"):
                 archs = [arch for arch, targets in registry.RUNS_ON.items() if call.target in targets]
                 assert any(registry.lookup(params.traits(arch, op=op), None, call.target) for arch in archs)
@@ -153,7 +154,7 @@ def good(**changes):
     shapes = {"q": (2, 128, 4, 64), "k": (2, 128, 2, 64), "v": (2, 128, 2, 64)}
     inputs = {name: torch.empty(shape, dtype=BF16, device="cpu") for name, shape in shapes.items()}
     arguments = {"causal": False, "dropout_p": 0.0, "scale": None}
-    inputs |= {name: changes.pop(name) for name in list(changes) if name in Inputs._fields}
+    inputs |= {name: changes.pop(name) for name in list(changes) if name in Call._fields[:NUM_TENSORS]}
     return inputs, arguments | changes
 
 
@@ -191,7 +192,7 @@ def declined(backend, **changes):
     inputs, arguments = good(**changes)
     if "cu_seqlens_q" in inputs:
         arguments |= {"longest": (11, 11)}
-    raise ValueError(why_not(request_of(backend, Inputs(**inputs), **arguments)))
+    raise ValueError(why_not(request_of(backend, Call(**inputs), **arguments)))
 
 
 @refusals.each(DECLINED)
@@ -210,7 +211,7 @@ SERVED += [("cudnn", OF_72, {"target": "sm80"}), ("cudnn", OF_72, {"learns": Tru
 def test_served(backend, tensors, changes):
     """This includes call classes in which PyTorch serves only some calls faster."""
     inputs, arguments = good(**tensors)
-    call = request_of(backend, Inputs(**inputs), **arguments)._replace(**changes)
+    call = request_of(backend, Call(**inputs), **arguments)._replace(**changes)
     assert why_not(call) is None
     assert "no kernel is built for this GPU" in why_not(call._replace(target=""))
 
@@ -218,7 +219,7 @@ def test_served(backend, tensors, changes):
 @pytest.mark.parametrize("backend", OPERATORS)
 def test_whose_masks_are_drawn_here(backend):
     inputs, arguments = good(dropout_p=0.5)
-    call = request_of(backend, Inputs(**inputs), **arguments)
+    call = request_of(backend, Call(**inputs), **arguments)
     assert why_not(call) is None
     assert why_not_drawn(call, "ours", capturing=True) is None
     assert "rng='torch' cannot advance" in why_not_drawn(call, "torch", capturing=True) or backend == "cudnn"

@@ -51,6 +51,19 @@ def test_grad_and_vjp():
     same(pull(cotangent)[0], expected)
 
 
+def test_grad_by_a_captured_tensor():
+    (q, k, v), table = inputs(), randn(4, 6)
+
+    def of_table(table):
+        return loss(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, j])
+
+    tables = torch.stack((table, 2 * table))
+    leaves = [x.clone().requires_grad_() for x in tables]
+    expected = torch.stack([torch.autograd.grad(of_table(x), x)[0] for x in leaves])
+    same(grad(of_table)(table), expected[0])
+    same(vmap(grad(of_table))(tables), expected)
+
+
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, None), (1, None, 2)])
 def test_vmap(in_dims):
     many, one = inputs(3), inputs()

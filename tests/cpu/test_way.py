@@ -76,12 +76,12 @@ def appending(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor,
 WAYS = {
     "attention": (8, 3, 3, lambda: attention(Q, K, V, causal=True)),
     "attention with a bias": (8, 3, 3, lambda: attention(Q, K, V, causal=True, bias=BIAS)),
-    "attention, recorded by autograd": (12, 5, 4, lambda: attention(*LEARNT, causal=True)),
-    "attention and its gradients": (21, 7, 4, lambda: grad(attention(*LEARNT, causal=True), LEARNT, GRAD)),
+    "attention, recorded by autograd": (11, 4, 4, lambda: attention(*LEARNT, causal=True)),
+    "attention and its gradients": (20, 7, 4, lambda: grad(attention(*LEARNT, causal=True), LEARNT, GRAD)),
     "attention_varlen": (12, 3, 3, lambda: attention_varlen(*PACKED, causal=True)),
     "attention with a score_mod": (11, 3, 3, lambda: attention(Q, K, V, score_mod=halved)),
     "attention with a score_mod and its gradients": (
-        *(35, 7, 4), lambda: grad(attention(*LEARNT, score_mod=distances), [*LEARNT, TABLE], GRAD)
+        *(34, 7, 4), lambda: grad(attention(*LEARNT, score_mod=distances), [*LEARNT, TABLE], GRAD)
     ),
     "attention with a BlockMask": (12, 4, 4, lambda: attention(Q, K, V, block_mask=MASK)),
     "attention_with_kvcache": (8, 3, 3, lambda: cached(attention_with_kvcache)),
