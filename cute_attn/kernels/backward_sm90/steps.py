@@ -307,9 +307,10 @@ class Head:
     def store_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
         """Store dQ of a query block, by all consumer warps."""
         kernel, row0 = self.kernel, self.blocks.block(block) * self.kernel.tile.tile_m
-        rows, thread = cute.domain_offset((row0, 0), self.dq), rematerialize_each(self.thread, block)
         shape = accumulator_shape(kernel.traits, kernel.tile)
-        store_rows(acc_dq, kernel.mma_dq(), shape, rows, self.seqlen_q - row0, self.dq_scale, thread)
+        own = ScoreMap.make(kernel.mma_dq(), *shape, rematerialize_each(self.thread, block))
+        rows = (self.dq, row0, self.seqlen_q, kernel.traits.head_dim)
+        store_rows(own.view(acc_dq), own, *rows, self.dq_scale)
 
     @cute.jit
     def clear_dq(self) -> None:
