@@ -138,15 +138,9 @@ class EntryTiles:
         """Number of key blocks that are looked up at once."""
         return 1
 
-    @cute.jit
     def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
         """Return ``block`` with the sequence's cache entry or, if packed, first row."""
-        entry = batch
-        if cutlass.const_expr(self.tiles.varlen):
-            entry = info.offset_k
-        elif cutlass.const_expr(rows.tables.batch_idx is not None):
-            entry = rows.tables.batch_idx[batch]  # type: ignore[index]
-        return BlockPages(entry, block)
+        return BlockPages(info.offset_k if self.tiles.varlen else rows.entry(batch), block)
 
     @cute.jit
     def load(
