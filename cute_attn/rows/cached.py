@@ -64,11 +64,6 @@ class PagedTiles:
         return PagedTiles(atom, coords, Int32(cache.shape[0]), tile_n, box, cols, width, policy)
 
     @property
-    def tma(self) -> "PagedTiles":
-        """The object whose ``atom`` has the TMA descriptor."""
-        return self
-
-    @property
     def boxes(self) -> int:
         """Number of boxes per key block."""
         return self.tile_n // self.box
@@ -129,9 +124,8 @@ class EntryTiles:
     tiles: TmaTiles
 
     @property
-    def tma(self) -> TmaTiles:
-        """The object whose ``atom`` has the TMA descriptor."""
-        return self.tiles
+    def atom(self) -> cute.CopyAtom:
+        return self.tiles.atom
 
     @property
     def blocks_found(self) -> int:

@@ -181,8 +181,10 @@ class QueryTileOrder:
     packs: cute.FastDivmodDivisorV2  # of ``heads`` heads
     packs_per_kvhead: cute.FastDivmodDivisorV2  # the last one may have fewer heads
     qheads_per_kvhead: cute.FastDivmodDivisorV2
-    sections: Sections  # of (batch, head) pairs
+    planes: cute.FastDivmodDivisorV2  # (batch, head) pairs of a section
+    last_planes: cute.FastDivmodDivisorV2  # of the last section
     section_tiles: cute.FastDivmodDivisorV2
+    last_section: Int32
     total: Int32
     queries: Constexpr  # of a tile
     heads: Constexpr  # of a tile
@@ -216,8 +218,10 @@ class QueryTileOrder:
             packs=divisor(cutlass.max(packs, 1)),
             packs_per_kvhead=divisor(kv_packs),
             qheads_per_kvhead=divisor(group),
-            sections=sections,
+            planes=sections.columns,
+            last_planes=sections.last_columns,
             section_tiles=divisor(cutlass.max(m_blocks * sections.columns.divisor, 1)),
+            last_section=sections.last,
             total=m_blocks * planes,
             queries=queries,
             heads=heads,
@@ -230,7 +234,8 @@ class QueryTileOrder:
         plane, from_last = Int32(0), Int32(0)
         if cutlass.const_expr(self.longest_first):
             section, position = divmod(index, self.section_tiles)
-            from_last, plane = self.sections.row_and_column(section, position)
+            sections = Sections(self.planes, self.last_planes, self.last_section)
+            from_last, plane = sections.row_and_column(section, position)
         else:
             plane, from_last = divmod(index, self.m_blocks)
         m_block = self.m_blocks.divisor - 1 - from_last

@@ -91,8 +91,8 @@ def _query_tiles(
     """out[0] = (tiles, planes of a section, of the last one, the last section); then the fields of each tile."""
     seqlens = Seqlens(cu_seqlens, cu_seqlens, seqused, None, sizes[0], sizes[1])
     order = QueryTileOrder.make(seqlens, mQ, mK, sizes[2], sizes[3], heads, longest_first)
-    out[0, 0], out[0, 1] = order.total, order.sections.columns.divisor
-    out[0, 2], out[0, 3] = order.sections.last_columns.divisor, order.sections.last
+    out[0, 0], out[0, 1] = order.total, order.planes.divisor
+    out[0, 2], out[0, 3] = order.last_planes.divisor, order.last_section
     for i in cutlass.range(cutlass.min(order.total, out.shape[0] - 1), unroll=1):
         write_tile(order.tile(i, seqlens), out[i + 1, None])
 

@@ -147,7 +147,7 @@ class Streamed:
             key = rematerialize_each(key0, head)  # as in ``BackwardSm80.key_block``
             blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, info.seqlen_q, tile.tile_m)
             row0 = padded_row0(seqlens, info, batch, tile.tile_m)
-            dq_rows = params.dq_rows(key_tile, head, row0, padded(kernel.traits.head_dim), varlen)
+            dq_blocks = params.dq_blocks(key_tile, head, row0, padded(kernel.traits.head_dim), varlen)
             ctx = StreamedContext(
                 smem, operands, sequence(params.mQ, batch, head, info.offset_q, varlen),
                 sequence(params.mDO, batch, head, info.offset_q, varlen),
@@ -155,7 +155,7 @@ class Streamed:
                 sequence(params.mV, batch, heads.head_kv, info.offset_k, varlen),
                 workspace_rows(params.mLSElog2, batch, head, row0, 1, varlen),
                 workspace_rows(params.mMinusD, batch, head, row0, 1, varlen),
-                params.of_split(dq_rows, key_tile), state, blocks, info.seqlen_q, info.seqlen_k, key0, part,
+                dq_blocks, state, blocks, info.seqlen_q, info.seqlen_k, key0, part,
                 params.scale_log2, thread,
             )  # fmt: skip
             for block in cutlass.range(blocks.begin, blocks.end, unroll=1):

@@ -263,7 +263,7 @@ class ForwardSm80:
     ) -> ForwardParams:
         """Parameters of a launch. tensors: mQ to mLSE. scales: see :mod:`cute_attn.kernels.fp32_sm80.kernel`."""
         mQ, mK, mV, mO, mLSE = tensors
-        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
+        nheads, nheads_kv = mQ.shape[-2], mK.shape[-2]
         grid = self.query_grid(seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
         # A kernel argument needs no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
