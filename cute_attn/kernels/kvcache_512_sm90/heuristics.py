@@ -1,7 +1,8 @@
 """Default tiles of the Hopper forward with a cache for head dims above 256, from ``tiles.csv``."""
 
+from cute_attn.kernels.head_dim_512_sm90.heuristics import tile_for_lengths
 from cute_attn.kernels.kvcache_sm90.heuristics import first_for_pages
-from cute_attn.tiles import KvcacheLargeTile, best_packing, may_pack_heads
+from cute_attn.tiles import KvcacheLargeTile
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
@@ -24,6 +25,4 @@ def cache_tile(traits: Traits, call: CacheCall) -> KvcacheLargeTile:
     rows = 1 if call.same_bits else call.seqlen_q * call.group
     tiles = TABLE.tiles(*keys(traits, "sm90", rows))
     tile = first_for_pages(tiles, traits, call.page_size, call.same_bits)
-    if not may_pack_heads(traits):
-        return tile
-    return best_packing([tile], tile, call.seqlen_q, call.group, traits.varlen) or tile
+    return tile_for_lengths(traits, tile, call.seqlen_q, call.group)
