@@ -123,6 +123,17 @@ def store_elements(loaded: tuple, last: bool) -> tuple:
 
 
 @cute.jit
+def zero_rows(tile: cute.Tensor, begin: Int32, end: Int32, thread: Int32, threads: Constexpr) -> None:
+    """Zero rows [begin, end) of ``tile`` (rows, cols), 16-bit in shared memory, by ``threads`` threads."""
+    vectors = cute.size(tile, mode=[1]) // 8
+    zeros = cute.make_rmem_tensor(cute.make_layout(8), tile.element_type)
+    zeros.fill(0.0)
+    for i in cutlass.range(thread, (end - begin) * vectors, threads, unroll=1):
+        row = cute.local_tile(tile, (1, 8), (begin + i // vectors, i % vectors))
+        cute.autovec_copy(zeros, row[0, None])
+
+
+@cute.jit
 def block_of_rows(
     tensor: cute.Tensor, block: Int32, rows: Constexpr, cols: Constexpr, alignment: Constexpr = 0
 ) -> cute.Tensor:

@@ -318,8 +318,9 @@ class Fp32Values:
                 fragment[i, j] = row[j]
         return split(fragment, TFloat32, self.count)
 
-    @staticmethod
-    def output_rows(acc: cute.Tensor, score_map: ScoreMap, thread: Int32) -> tuple[cute.Tensor, ScoreMap]:
+    def output_rows(
+        self, acc: cute.Tensor, score_map: ScoreMap, thread: Int32
+    ) -> tuple[cute.Tensor, ScoreMap]:
         """The accumulator of P V as (rows, columns), with the thread's columns in ascending order, and its score map.
 
         score_map: a map with the accumulator's rows; its columns are replaced.
@@ -330,7 +331,7 @@ class Fp32Values:
         view = cute.make_tensor(acc.iterator, cute.make_layout(shape, stride=((row, m), (n, key, 4 * n))))
         cols = tuple(COLUMNS * group + col for group in range(groups) for col in range(8))
         modes = replace(score_map.modes, cols=cols)
-        return view, replace(score_map, modes=modes, thr_col=thread % 4 * 8)
+        return view, replace(score_map, modes=modes, thr_col=self.first_col(thread) + thread % 4 * 8)
 
     def address(self, start: Int32, step: int, group: int) -> cute.Pointer:
         """The address of a vector: a static distance of whole layout atoms from ``start``, one of the ``starts``."""

@@ -24,10 +24,10 @@ from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequenc
 from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels import fakes
 from cute_attn.kernels.copies import Copies, Part, SmemLayout
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.outputs.accumulate import load_fragment
 from cute_attn.tiles import padded
-from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM, PART_FIELDS, Traits
 from cute_attn.work.query_tiles import QueryGrid, QueryTile
 
 
@@ -42,11 +42,8 @@ class BackwardConvert:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if traits.op != "backward_convert":
-            return f"it computes backward_convert, not {traits.op}"
-        if traits != traits.part(traits.op):
-            return f"it uses no score features; accepted: {traits.part(traits.op)}"
-        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes)
+        more = more_than(traits, ("backward_convert",), PART_FIELDS, "no score features")
+        return more or beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes)
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> Any:

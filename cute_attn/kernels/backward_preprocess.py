@@ -27,9 +27,9 @@ from cute_attn.device.math import LOG2_E, clamped
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
 from cute_attn.kernels import fakes
 from cute_attn.kernels.dq_order import accumulator_rows
-from cute_attn.kernels.limits import beyond
+from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.tiles import BackwardPreprocessTile, padded
-from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits
+from cute_attn.traits import DTYPES, MAX_HEAD_DIM, PART_FIELDS, Traits
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,9 @@ class BackwardPreprocess:
 
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        if traits.op != "backward_preprocess":
-            return f"it computes backward_preprocess, not {traits.op}"
-        if traits != traits.part(traits.op, lse_grad=traits.lse_grad):
-            return f"it uses no score features; accepted: {traits.part(traits.op, lse_grad=traits.lse_grad)}"
-        return beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes)
+        used = (*PART_FIELDS, "lse_grad")
+        more = more_than(traits, ("backward_preprocess",), used, "no score features")
+        return more or beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM, multiple=16 // traits.element_bytes)
 
     @classmethod
     def beside(cls, traits: Traits, tile: Any) -> BackwardPreprocessTile:

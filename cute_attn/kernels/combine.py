@@ -30,6 +30,7 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, product
+from cute_attn.device.row_places import RowPlaces
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block, warm_lengths
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels import fakes
@@ -103,53 +104,30 @@ class RowPartials:
 class GivenRows:
     """The rows of results given by a caller. A CTA has ``tile.rows`` consecutive rows; the head runs fastest.
 
-    Attributes:
-        count: number of rows.
-        queries, heads: divisors by the numbers of queries and heads per sequence.
-        ctas: number of CTAs of the grid.
+    ctas: number of CTAs of the grid.
     """
 
-    count: Int32
-    queries: cute.FastDivmodDivisorV2
-    heads: cute.FastDivmodDivisorV2
+    places: RowPlaces
     ctas: Int32
 
     @staticmethod
     def make(mO: cute.Tensor, tile: CombineTile) -> "GivenRows":
         """Make the rows on the host."""
-        batch, queries, heads, _ = mO.shape
-        count = batch * queries * heads
-        by_queries, by_heads = (cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (queries, heads))
-        return GivenRows(count, by_queries, by_heads, cute.ceil_div(count, tile.rows))
-
-    def find(
-        self, kernel: Any, partials: tuple, mO: cute.Tensor, base: cute.Pointer
-    ) -> tuple[Place, RowPartials]:
-        """The thread's work and its row's partial results. Reads no outputs of the previous kernel."""
-        return self.of(kernel, partials, cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
-
-    def are_divided(self, found: tuple[Place, RowPartials]) -> bool:
-        """Always True: given rows may have several partial results."""
-        return True
-
-    def of_thread(
-        self, kernel: Any, found: tuple[Place, RowPartials], partials: tuple, thread: Int32
-    ) -> tuple[Place, RowPartials]:
-        """The thread's work, and the offsets of its row's partial results: what :meth:`find` returned."""
-        return found
+        places = RowPlaces.make(mO)
+        return GivenRows(places, cute.ceil_div(places.count, tile.rows))
 
     @cute.jit
     def of(
         self, kernel: Constexpr, partials: tuple, block: Int32, thread: Int32
     ) -> tuple[Place, RowPartials]:
-        """Like :meth:`find`, for thread ``thread`` of CTA ``block``."""
+        """The work of a CTA's thread, and the offsets of its row's partial results."""
         per_row, groups = kernel.tile.threads_per_row(kernel.traits), kernel.tile.groups
         own = thread // (per_row * groups)
         flat = block * kernel.tile.rows + own
-        plane, head = divmod(cutlass.min(flat, self.count - 1), self.heads)
-        batch, query = divmod(plane, self.queries)
+        plane, head = divmod(cutlass.min(flat, self.places.count - 1), self.places.heads)
+        batch, query = divmod(plane, self.places.seqlen)
         group, lane = thread // per_row % groups, thread % per_row
-        place = Place(own, group, lane, flat < self.count, batch, query, head)
+        place = Place(own, group, lane, flat < self.places.count, batch, query, head)
         step_partial, step_batch, step_query, step_head, _ = partials[0].stride
         out = Int64(batch) * step_batch + Int64(query) * step_query + Int64(head) * step_head
         step_lse, lse_batch, lse_head, lse_query = partials[1].stride
@@ -225,14 +203,11 @@ class Combine:
     def kernel(
         self, partials: tuple, mO: cute.Tensor, mLSE: cute.Tensor, mSinks: cute.Tensor | None, rows: Any
     ) -> None:
-        thread = cute.arch.thread_idx()[0]
         base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
         shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
-        found = rows.find(self, partials, mO, base)
-        self.wait_for_partials()  # the lengths' writer had ended before that kernel began
-        if rows.are_divided(found):
-            place, own = rows.of_thread(self, found, partials, thread)
-            self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)
+        place, own = rows.of(self, partials, cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
+        self.wait_for_partials()
+        self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)
 
     @cute.jit
     def wait_for_partials(self) -> None:
@@ -566,10 +541,8 @@ class StreamKRows:
         )
 
     @cute.jit
-    def find(
-        self, kernel: Constexpr, partials: Partials, mO: cute.Tensor, base: cute.Pointer
-    ) -> CombinedTile:
-        """The CTA's work tile, which the CTA's first warp looks up."""
+    def find(self, kernel: Constexpr, mO: cute.Tensor, base: cute.Pointer) -> CombinedTile:
+        """The CTA's work tile, which the CTA's first warp looks up. Reads no outputs of the previous kernel."""
         start = kernel.tile.smem_areas(kernel.traits)["work_tile"][0]
         found = cute.make_tensor(cute.recast_ptr(base + start, dtype=Int32), cute.make_layout(5))
         number, lane = self.seqlens.batch(mO), cute.arch.lane_idx()
@@ -683,3 +656,15 @@ class CombineStreamK(Combine):
         """Launch the kernel. mask_args: the mask's arguments, or None if the mask has none."""
         rows = StreamKRows.make(mO, seqlens, mask_args, nheads_kv, kernel_ctas, self.tile)
         self.launch(partials, mO, mLSE, mSinks, rows, stream)
+
+    @cute.kernel
+    def kernel(
+        self, partials: tuple, mO: cute.Tensor, mLSE: cute.Tensor, mSinks: cute.Tensor | None, rows: Any
+    ) -> None:
+        base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
+        shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
+        found = rows.find(self, mO, base)
+        self.wait_for_partials()  # the lengths' writer had ended before that kernel began
+        if rows.are_divided(found):
+            place, own = rows.of_thread(self, found, partials, cute.arch.thread_idx()[0])
+            self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)

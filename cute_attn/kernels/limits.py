@@ -42,8 +42,8 @@ def more_than(traits: Traits, ops: Sequence[str], used: Sequence[str], words: st
     """
     if traits.op not in ops:
         return f"it computes {' and '.join(ops)}, not {traits.op}"
-    own = {name: getattr(traits, name) for name in used}
-    plain = Traits(traits.op, traits.arch, traits.dtype, traits.head_dim, **own)
+    own = {name: getattr(traits, name) for name in ("arch", "dtype", "head_dim", *used)}
+    plain = Traits(traits.op, **own)
     return None if traits == plain else f"it uses {words}; accepted: {plain}"
 
 

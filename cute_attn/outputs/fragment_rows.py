@@ -3,39 +3,40 @@
 import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute
 
-from layouts.mma import row_col_modes, row_col_view, thread_row_col
+from cute_attn.device.score_tile import ScoreMap
 
 
 @cute.jit
 def store_rows(
     acc: cute.Tensor,
-    mma: Constexpr,
-    shape: Constexpr,
+    score_map: ScoreMap,
     rows: cute.Tensor,
-    exist: Int32,
-    scale: Float32,
-    thread: Int32,
+    row0: Int32,
+    end: Int32,
+    width: Constexpr,
+    scale: Float32 | None = None,
+    vector: Constexpr = 2,
 ) -> None:
-    """Store ``acc * scale`` in the type of ``rows``: its first ``exist`` rows, and as many columns as ``rows`` has.
-
-    An instruction stores the two adjacent columns of a row that a thread holds.
+    """Store ``acc``, or ``acc * scale``, to the rows from ``row0`` up to ``end``, in their type.
 
     Args:
-        acc: the thread's fp32 fragment of an accumulator of ``shape``, (M, N), of ``mma``.
-        rows: (any, width), 16-byte aligned rows of 16-bit elements; width is at most N.
-        thread: index among the threads of ``mma``.
+        acc: fp32, with the rows and columns in ``score_map``, for the tile that starts at ``row0``.
+        rows: (any, width), rows of whole vectors, aligned to their size.
+        width: number of columns; columns of acc from there on are not stored.
+        vector: adjacent columns of a row that a thread holds, and that one instruction stores.
     """
     dtype: Constexpr = rows.element_type
-    modes: Constexpr = row_col_modes(mma, shape[0], shape[1])
-    values = row_col_view(acc, modes)
-    row0, col0 = thread_row_col(mma, shape[0], shape[1], thread)
-    pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
-    for r in cutlass.range_constexpr(len(modes.rows)):
-        row = row0 + modes.rows[r]
-        if row < exist:
-            first = rows.iterator + cute.assume(Int64(row) * rows.stride[0] + col0, divby=2)
-            for c in cutlass.range_constexpr(0, len(modes.cols), 2):
-                if col0 + modes.cols[c] < rows.shape[1]:
-                    for j in cutlass.range_constexpr(2):
-                        pair[j] = (values[r, c + j] * scale).to(dtype)
-                    cute.autovec_copy(pair, cute.make_tensor(first + modes.cols[c], cute.make_layout(2)))
+    cols: Constexpr = score_map.modes.cols
+    some = cute.make_rmem_tensor(cute.make_layout(vector), dtype)
+    for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+        row = row0 + score_map.query(r)
+        if row < end:
+            first = rows.iterator + cute.assume(Int64(row) * rows.stride[0] + score_map.thr_col, divby=vector)
+            for c in cutlass.range_constexpr(0, len(cols), vector):
+                if score_map.thr_col + cols[c] < width:
+                    for j in cutlass.range_constexpr(vector):
+                        value = acc[r, c + j]
+                        if cutlass.const_expr(scale is not None):
+                            value = value * scale
+                        some[j] = value.to(dtype)
+                    cute.autovec_copy(some, cute.make_tensor(first + cols[c], cute.make_layout(vector)))

@@ -64,11 +64,6 @@ class PagedTiles:
         return PagedTiles(atom, coords, Int32(cache.shape[0]), tile_n, box, cols, width, policy)
 
     @property
-    def tma(self) -> "PagedTiles":
-        """The object whose ``atom`` has the TMA descriptor."""
-        return self
-
-    @property
     def boxes(self) -> int:
         """Number of boxes per key block."""
         return self.tile_n // self.box
@@ -129,24 +124,17 @@ class EntryTiles:
     tiles: TmaTiles
 
     @property
-    def tma(self) -> TmaTiles:
-        """The object whose ``atom`` has the TMA descriptor."""
-        return self.tiles
+    def atom(self) -> cute.CopyAtom:
+        return self.tiles.atom
 
     @property
     def blocks_found(self) -> int:
         """Number of key blocks that are looked up at once."""
         return 1
 
-    @cute.jit
     def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
         """Return ``block`` with the sequence's cache entry or, if packed, first row."""
-        entry = batch
-        if cutlass.const_expr(self.tiles.varlen):
-            entry = info.offset_k
-        elif cutlass.const_expr(rows.tables.batch_idx is not None):
-            entry = rows.tables.batch_idx[batch]  # type: ignore[index]
-        return BlockPages(entry, block)
+        return BlockPages(info.offset_k if self.tiles.varlen else rows.entry(batch), block)
 
     @cute.jit
     def load(

@@ -41,8 +41,10 @@ class WorkBroadcast:
     pipeline: Pipeline
 
     @staticmethod
-    def make(barriers: cute.Pointer, pointer: cute.Pointer, ints: int = INTS) -> "WorkBroadcast":
-        """Items are at ``pointer``: 4 * ints * STAGES bytes of shared memory; ints: ``INTS`` or ``INTS_OF_SPLITS``."""
+    def make(barriers: cute.Pointer, pointer: cute.Pointer, divides_keys: bool) -> "WorkBroadcast":
+        """Items are at ``pointer``, in 4 * ints * STAGES bytes; ints: ``INTS_OF_SPLITS`` if items have a range of key
+        blocks, else ``INTS``."""
+        ints = INTS_OF_SPLITS if divides_keys else INTS
         items = cute.make_tensor(cute.recast_ptr(pointer, dtype=Int32), cute.make_layout((ints, STAGES)))
         return WorkBroadcast(items, Pipeline(barriers, STAGES, 0))
 

@@ -1,5 +1,6 @@
 """Operands of fp32 products, and their results: where lanes read and write, against layouts and the PTX manual."""
 
+import functools
 import re
 
 import cutlass
@@ -19,7 +20,7 @@ from cute_attn.device.gemm_terms import (
     paired_operand_a,
 )
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.outputs.fp32_rows import store_pairs, store_vectors
+from cute_attn.outputs.fragment_rows import store_rows
 from cute_attn.tiles.base import WarpTile
 from cute_attn.traits import Traits
 from layouts.host import run_on_host
@@ -326,7 +327,7 @@ def test_results_are_stored_at_the_layouts_addresses(paired, shape, warps):
 @cute.jit
 def accumulator(tiled_mma: cute.TiledMma, shape: Constexpr, warps: Constexpr, thread: Int32):
     """An accumulator whose elements are 1000 times their row plus their column, by the PTX manual's fragment of C and
-    the order of V's columns: column n of MMA j of group c is column 32 c + 4 n + j. And the thread's first column."""
+    the order of V's columns: column n of MMA j of group c is column 32 c + 4 n + j."""
     lane, warp_m, warp_n = thread % 32, thread // 32 % warps[0], thread // 32 // warps[0]
     first_row, first_col = 16 * warp_m + lane // 4, warp_n * (shape[1] // warps[1])
     acc = cute.make_rmem_tensor(tiled_mma.get_slice(0).partition_shape_C(shape), Float32)
@@ -336,29 +337,19 @@ def accumulator(tiled_mma: cute.TiledMma, shape: Constexpr, warps: Constexpr, th
                 row = first_row + 16 * warps[0] * m + 8 * (i // 2)
                 col = first_col + 32 * (n // 4) + 4 * (2 * (lane % 4) + i % 2) + n % 4
                 acc[i, m, n] = Float32(1000 * row + col)
-    return acc, first_col + lane % 4 * 8
+    return acc
 
 
 @cute.jit
-def write_vectors(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
+def write_vectors(shape: Constexpr, warps: Constexpr, dim: Constexpr, out, vector: Constexpr = 4):
+    """Store P V with fp32 values, columns in ascending order."""
     tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0] * warps[1], warps_n=warps[1])
-    offsets = layouts.row_col_modes(tiled_mma, *shape).rows
     for thread in cutlass.range(32 * warps[0] * warps[1]):
-        acc, first_col = accumulator(tiled_mma, shape, warps, thread)
-        row0, _ = layouts.thread_row_col(tiled_mma, *shape, thread)
-        store_vectors(output(out, shape[0], dim), acc, offsets, row0, shape[0] - 3, first_col, dim)
-
-
-@cute.jit
-def write_columns(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
-    """Store an fp32 accumulator by rows, columns in ascending order."""
-    tiled_mma = layouts.tiled_mma_sm80(Float32, warps[0])
-    for thread in cutlass.range(32 * warps[0]):
-        acc, _ = accumulator(tiled_mma, shape, warps, thread)
-        score_map = ScoreMap.make(tiled_mma, *shape, thread)
-        acc_rows, score_map = Fp32Values.output_rows(acc, score_map, thread)
-        given = (score_map, Int32(0), Int32(shape[0] - 3), dim)
-        store_pairs(output(out, shape[0], dim), acc_rows, *given)
+        acc = accumulator(tiled_mma, shape, warps, thread)
+        values = Fp32Values(tile_at_zero(32, shape[1]), thread, 1, *warps)
+        acc_rows, own = values.output_rows(acc, ScoreMap.make(tiled_mma, *shape, thread), thread)
+        rows = (output(out, shape[0], dim), Int32(0), Int32(shape[0] - 3), dim)
+        store_rows(acc_rows, own, *rows, vector=vector)
 
 
 @cute.jit
@@ -371,8 +362,8 @@ def write_pairs(shape: Constexpr, warps: Constexpr, dim: Constexpr, out):
         for i in cutlass.range_constexpr(cute.size(acc)):
             acc[i] = Float32(1000 * coords[i][0] + coords[i][1])
         score_map = ScoreMap.make(tiled_mma, *shape, thread)
-        given = (score_map, Int32(0), Int32(shape[0] - 3), dim)
-        store_pairs(output(out, shape[0], dim), score_map.view(acc), *given)
+        rows = (output(out, shape[0], dim), Int32(0), Int32(shape[0] - 3), dim)
+        store_rows(score_map.view(acc), score_map, *rows)
 
 
 def output(out, rows, dim):
@@ -386,9 +377,9 @@ def output(out, rows, dim):
         (write_vectors, (64, 64), (2, 1), 60),
         (write_vectors, (32, 128), (2, 2), 128),
         (write_vectors, (64, 64), (4, 1), 60),
-        (write_columns, (16, 96), (1, 1), 70),
-        (write_columns, (64, 64), (2, 1), 62),
-        (write_columns, (64, 128), (4, 1), 128),
+        (functools.partial(write_vectors, vector=2), (16, 96), (1, 1), 70),
+        (functools.partial(write_vectors, vector=2), (64, 64), (2, 1), 62),
+        (write_vectors, (64, 128), (4, 1), 128),
         *((write_pairs, (64, 64), (2, 1), dim) for dim in (64, 36)),
     ],
 )

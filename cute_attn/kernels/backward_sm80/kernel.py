@@ -324,8 +324,7 @@ class BackwardSm80:
             )
             queries = key_tile.queries_of(head) if traits.varlen else key_tile
             row0 = padded_row0(seqlens, queries.info, queries.batch, tile.tile_m)
-            dq_rows = params.dq_rows(queries, head, row0, padded(traits.head_dim), traits.varlen)
-            dq_blocks = params.of_split(dq_rows, queries)
+            dq_blocks = params.dq_blocks(queries, head, row0, padded(traits.head_dim), traits.varlen)
             load_q, load_do = self.query_loads(params, smem, queries, head, row0, thread)
             ctx = MainloopContext(
                 *(smem, operands, gradients, load_q, load_do, blocks, state, dq_blocks, key0),

@@ -53,17 +53,14 @@ class BackwardParams:
         """The first key of this launch's key block."""
         return (key_tile.first + self.skipped) * tile_n
 
-    def dq_rows(
+    def dq_blocks(
         self, key_tile: KeyTiles, head: Int32, row0: Int32, columns: int, varlen: bool
-    ) -> cute.Tensor:
-        """A query head's rows of the first split's fp32 accumulator of dQ, from padded row ``row0`` on."""
+    ) -> cute.Pointer:
+        """A query head's rows of the fp32 accumulator of dQ of these key tiles' split, from padded row ``row0`` on."""
         mDQ = self.mDQaccum
         accumulator = mDQ[0, None, None] if varlen else mDQ[0, None, None, None]
-        return workspace_rows(accumulator, key_tile.batch, head, row0, columns, varlen)
-
-    def of_split(self, dq: cute.Tensor, key_tile: KeyTiles) -> cute.Pointer:
-        """The address of the rows ``dq`` in the split of these key tiles."""
-        return dq.iterator + Int64(key_tile.first) * self.split_stride
+        rows = workspace_rows(accumulator, key_tile.batch, head, row0, columns, varlen)
+        return rows.iterator + Int64(key_tile.first) * self.split_stride
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ class Products:
         """
         tile, (mma_sdp, mma_dkv, mma_dq) = self.tile, mmas
         sdp_m = tile.num_warps if tile.p_in_regs else tile.sdp_warps_m
+        passes = 1 if tile.columns else tile.dq_passes  # of a chunk of columns, or of all columns
 
         def scores(s: cute.Tensor, of_queries: bool) -> Any:
             return self.operand(mma_sdp, sdp_m, of_queries != tile.p_in_regs, s, False, False, thread)
@@ -140,7 +141,7 @@ class Products:
             return self.scores_result(mma_sdp, plane, thread)
 
         def k_t(index: int) -> Any:
-            return of_dq(columns_of(smem.k, layout_of, index, tile.dq_passes), False, smem.k)
+            return of_dq(columns_of(smem.k, layout_of, index, passes), False, smem.k)
 
         through_smem = not tile.p_in_regs
         return Operands(
@@ -156,7 +157,7 @@ class Products:
             ds_t=dkv(smem.ds, True) if through_smem else None,
             q_t=dkv(smem.q, False),
             ds=of_dq(smem.ds, True, smem.ds),
-            k_ts=tuple(k_t(index) for index in range(tile.dq_passes)),
+            k_ts=tuple(k_t(index) for index in range(passes)),
             p_out=result(smem.p) if through_smem else None,
             ds_out=result(smem.ds),
         )

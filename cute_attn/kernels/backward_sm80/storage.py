@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Float32, Int32, Int64, cute
 
@@ -67,7 +68,10 @@ def gradient_factors(
 
 @dataclass(frozen=True)
 class BackwardSm80Storage:
-    """Shared memory. Q and dO are divided into sub-tiles: queries whose scores are in registers at the same time."""
+    """Shared memory. Q and dO are divided into sub-tiles: queries whose scores are in registers at the same time.
+
+    In :mod:`cute_attn.kernels.backward_sm80.streamed`, q and do are the same memory, and so are k and v, with stages.
+    """
 
     k: cute.Tensor  # (tile_n, head_dim, 1)
     v: cute.Tensor  # (tile_n, head_dim_v, 1)
@@ -79,7 +83,7 @@ class BackwardSm80Storage:
     minus_d: cute.Tensor  # (tile_m, stage)
     dk: cute.Tensor  # (tile_n, head_dim)
     dv: cute.Tensor  # (tile_n, head_dim_v)
-    spilled: cute.Tensor  # Int64, see SPILLED
+    spilled: Any  # Int64, see SPILLED; None if streamed
     scales: ScaleStorage | None = None
 
     def number(self, name: str) -> cute.Tensor:

@@ -19,15 +19,15 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_attn.device.band import Band
-from cute_attn.device.gemm import SmemResult, below_1024
+from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import score_gradient
 from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels.backward_sm80.params import BackwardParams, HeadContext
-from cute_attn.kernels.backward_sm80.products import Operand, Products
-from cute_attn.kernels.backward_sm80.storage import ScaleStorage, gradient_factors
+from cute_attn.kernels.backward_sm80.products import Operands, Products
+from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage, gradient_factors
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
@@ -35,46 +35,11 @@ from cute_attn.work.key_tiles import KeyTiles
 
 
 @dataclass(frozen=True)
-class StreamedStorage:
-    """Shared memory: two stages of chunks of Q or dO and of K or V; P and dS; LSE and -D of the query block.
-
-    With operands in two terms, lo follows hi in each stage, and in P and dS.
-    """
-
-    queries: cute.Tensor  # (tile_m, chunk, stage)
-    keys: cute.Tensor  # (tile_n, chunk, stage)
-    p: cute.Tensor  # (tile_m, tile_n, 1)
-    ds: cute.Tensor  # (tile_m, tile_n, 1)
-    lse: cute.Tensor  # (tile_m, 1)
-    minus_d: cute.Tensor  # (tile_m, 1)
-    gradient: cute.Tensor  # (tile_n, chunk): a chunk of dK or dV, in the keys' memory
-    scales: ScaleStorage | None
-
-
-@dataclass(frozen=True)
-class StreamedOperands:
-    """Operands of the products of one chunk, and the MMAs."""
-
-    mma_sdp: cute.TiledMma
-    mma_dkv: cute.TiledMma
-    mma_dq: cute.TiledMma
-    queries: Operand
-    keys: Operand
-    p_t: Operand
-    ds_t: Operand
-    queries_t: Operand
-    ds: Operand
-    keys_t: Operand
-    p_out: SmemResult
-    ds_out: SmemResult
-
-
-@dataclass(frozen=True)
 class StreamedContext(HeadContext):
     """One query head of a CTA's key block."""
 
-    smem: StreamedStorage
-    operands: StreamedOperands
+    smem: BackwardSm80Storage
+    operands: Operands
     q: cute.Tensor  # (seqlen_q, head_dim) in global memory, as are the next ones
     do: cute.Tensor
     k: cute.Tensor
@@ -128,10 +93,14 @@ class Streamed:
         traits = self.kernel.traits
         return padded(traits.head_dim) // self.chunk, padded(traits.head_dim_v) // self.chunk
 
-    # ---- shared memory and operands ----
+    # ---- shared memory ----
 
-    def shared_memory(self) -> StreamedStorage:
-        """The areas of shared memory as tensors."""
+    def shared_memory(self) -> BackwardSm80Storage:
+        """The areas of shared memory as tensors: two stages of chunks, in which Q and dO alternate, and K and V.
+
+        dk and dv are one chunk, in the keys' memory. With operands in two terms, lo follows hi in each stage, and in P
+        and dS.
+        """
         tile, kernel = self.tile, self.kernel
         areas = tile.smem_areas(kernel.traits)
         base = memory.SmemAllocator().allocate(tile.smem_bytes(kernel.traits), byte_alignment=1024)
@@ -140,43 +109,22 @@ class Streamed:
             return cute.make_tensor(cute.recast_ptr(base + areas[name][0], dtype=dtype), layout)
 
         terms = kernel.products.stored_terms
-        return StreamedStorage(
-            queries=area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2 * terms)),
-            keys=area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2 * terms)),
+        queries = area("queries", kernel.smem_layout(tile.tile_m, self.chunk, 2 * terms))
+        keys = area("keys", kernel.smem_layout(tile.tile_n, self.chunk, 2 * terms))
+        gradient = area("keys", kernel.gradient_layout(self.chunk), kernel.dtype)
+        return BackwardSm80Storage(
+            k=keys,
+            v=keys,
+            q=queries,
+            do=queries,
             p=area("p", kernel.smem_layout(tile.tile_m, tile.tile_n, terms)),
             ds=area("ds", kernel.smem_layout(tile.tile_m, tile.tile_n, terms)),
             lse=area("lse", cute.make_layout((tile.tile_m, 1)), Float32),
             minus_d=area("minus_d", cute.make_layout((tile.tile_m, 1)), Float32),
-            gradient=area("keys", kernel.gradient_layout(self.chunk), kernel.dtype),
+            dk=gradient,
+            dv=gradient,
+            spilled=None,
             scales=kernel.scale_storage(area),
-        )
-
-    def operands(self, smem: StreamedStorage, thread: Int32) -> StreamedOperands:
-        kernel, tile, products = self.kernel, self.tile, self.products
-        sdp, dkv, of_dq = kernel.mma_sdp(), kernel.mma_dkv(), kernel.mma_dq()
-        plane = kernel.smem_layout(tile.tile_m, tile.tile_n, None)
-
-        def result(s: cute.Tensor) -> SmemResult:
-            return products.scores_result(sdp, cute.make_tensor(s.iterator, plane), thread)
-
-        def make(
-            mma: Any, warps_m: int, is_a: bool, s: cute.Tensor, transpose: bool, paired: bool
-        ) -> Operand:
-            return products.operand(mma, warps_m, is_a, s, transpose, paired, thread)
-
-        return StreamedOperands(
-            sdp,
-            dkv,
-            of_dq,
-            queries=make(sdp, tile.sdp_warps_m, True, smem.queries, False, False),
-            keys=make(sdp, tile.sdp_warps_m, False, smem.keys, False, False),
-            p_t=make(dkv, tile.dkv_warps_m, True, smem.p, True, True),
-            ds_t=make(dkv, tile.dkv_warps_m, True, smem.ds, True, True),
-            queries_t=make(dkv, tile.dkv_warps_m, False, smem.queries, True, True),
-            ds=make(of_dq, tile.dq_warps_m, True, smem.ds, False, False),
-            keys_t=make(of_dq, tile.dq_warps_m, False, smem.keys, True, False),
-            p_out=result(smem.p),
-            ds_out=result(smem.ds),
         )
 
     # ---- a CTA ----
@@ -188,7 +136,7 @@ class Streamed:
         thread, _, _ = cute.arch.thread_idx()
         part = cute.arch.make_warp_uniform(cute.arch.block_idx()[1])
         smem = self.shared_memory()
-        operands = self.operands(smem, thread)
+        operands = kernel.operands(smem, thread)
         if cutlass.const_expr(tile.in_terms):
             smem.scales.store(params.scales)  # type: ignore[union-attr]
         dk, dv = self.gradients(operands.mma_dkv), self.gradients(operands.mma_dkv)
@@ -199,7 +147,7 @@ class Streamed:
             key = rematerialize_each(key0, head)  # as in ``BackwardSm80.key_block``
             blocks = BlockRange.of_keys(state.band, key, key + tile.tile_n, info.seqlen_q, tile.tile_m)
             row0 = padded_row0(seqlens, info, batch, tile.tile_m)
-            dq_rows = params.dq_rows(key_tile, head, row0, padded(kernel.traits.head_dim), varlen)
+            dq_blocks = params.dq_blocks(key_tile, head, row0, padded(kernel.traits.head_dim), varlen)
             ctx = StreamedContext(
                 smem, operands, sequence(params.mQ, batch, head, info.offset_q, varlen),
                 sequence(params.mDO, batch, head, info.offset_q, varlen),
@@ -207,7 +155,7 @@ class Streamed:
                 sequence(params.mV, batch, heads.head_kv, info.offset_k, varlen),
                 workspace_rows(params.mLSElog2, batch, head, row0, 1, varlen),
                 workspace_rows(params.mMinusD, batch, head, row0, 1, varlen),
-                params.of_split(dq_rows, key_tile), state, blocks, info.seqlen_q, info.seqlen_k, key0, part,
+                dq_blocks, state, blocks, info.seqlen_q, info.seqlen_k, key0, part,
                 params.scale_log2, thread,
             )  # fmt: skip
             for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
@@ -245,10 +193,10 @@ class Streamed:
         unroll = products.steps_at_once(self.chunk, tile.sdp_unroll)
         for t in cutlass.range(0, of_qk, unroll=1):
             self.wait_and_start(ctx, block, t)
-            products.multiply(op.mma_sdp, acc_s, op.queries, op.keys, t % 2, unroll, t % 2, ctx.factor("s"))
+            products.multiply(op.mma_sdp, acc_s, op.q, op.k, t % 2, unroll, t % 2, ctx.factor("s"))
         for t in cutlass.range(of_qk, of_qk + of_v, unroll=1):
             self.wait_and_start(ctx, block, t)
-            products.multiply(op.mma_sdp, acc_dp, op.queries, op.keys, t % 2, unroll, t % 2, ctx.factor("dp"))
+            products.multiply(op.mma_sdp, acc_dp, op.q, op.k, t % 2, unroll, t % 2, ctx.factor("dp"))
         products.to_units(acc_s, ctx.factor("s"))
         products.to_units(acc_dp, ctx.factor("dp"))
         factor = self.scores(ctx, block, acc_s, acc_dp, dk)
@@ -257,11 +205,11 @@ class Streamed:
             self.wait_and_start(ctx, block, Int32(first))
             along = products.steps_at_once(tile.tile_m, tile.dkv_unroll)
             stage = Int32(first % 2)
-            products.multiply(op.mma_dkv, dv[j], op.p_t, op.queries_t, stage, along, factor=ctx.factor("dv"))
+            products.multiply(op.mma_dkv, dv[j], op.p_t, op.q_t, stage, along, factor=ctx.factor("dv"))
             self.wait_and_start(ctx, block, Int32(first + 1))
             stage = Int32((first + 1) % 2)
             products.multiply(
-                op.mma_dkv, dk[j], op.ds_t, op.queries_t, stage, along, factor=factor * ctx.factor("q")
+                op.mma_dkv, dk[j], op.ds_t, op.q_t, stage, along, factor=factor * ctx.factor("q")
             )
             column = ctx.part * self.chunks + j
             if column < of_qk:
@@ -290,7 +238,7 @@ class Streamed:
         col0, row0 = column * self.chunk, block * self.tile.tile_m
         for term in cutlass.range_constexpr(self.kernel.products.stored_terms):
             index = t % 2 * self.kernel.products.stored_terms + term
-            queries, keys = (s[None, None, index] for s in (ctx.smem.queries, ctx.smem.keys))
+            queries, keys = (s[None, None, index] for s in (ctx.smem.q, ctx.smem.k))
             if of_do:
                 self.load(ctx.do, term, row0, ctx.seqlen_q - row0, col0, queries, ctx.thread)
                 if own < 0:
@@ -356,7 +304,7 @@ class Streamed:
         saved = kernel.exponentiate(ctx, block, 0, scores, ahead)
         p, dp = kernel.rounded(acc_s), kernel.score_tile(ctx, block, 0, acc_dp)
         chain.zero_dropped(ahead.dropped, kernel.by_rows(op, p))
-        op.p_out.store(self.products.operand_of_p(p))
+        op.p_out.store(self.products.operand_of_p(p))  # type: ignore[union-attr]
         chain.zero_dropped(ahead.dropped, dp.acc)
         score_gradient(scores.acc, dp.acc, kernel.row_numbers(ctx, block, 0, ctx.smem.minus_d))
         chain.backward(ctx.state, dp, saved, adds=ctx.part == 0)  # other CTAs have the same scores
@@ -373,7 +321,7 @@ class Streamed:
         acc = dq.make_accumulator(op.mma_dq, kernel.traits, tile)
         acc.fill(0.0)
         unroll = self.products.steps_at_once(tile.tile_n, tile.dq_unroll)
-        self.products.multiply(op.mma_dq, acc, op.ds, op.keys_t, stage, unroll, factor=factor)
+        self.products.multiply(op.mma_dq, acc, op.ds, op.k_t, stage, unroll, factor=factor)
         self.products.to_units(acc, factor)
         floats = dq.block_floats(kernel.traits, tile)
         first = Int64(block) * floats + Int64(column) * (tile.tile_m * self.chunk)
@@ -385,7 +333,7 @@ class Streamed:
         gradient: Constexpr,
         factor: Float32,
         g: cute.Tensor,
-        smem: StreamedStorage,
+        smem: BackwardSm80Storage,
         key0: Int32,
         keys: Int32,
         part: Int32,
@@ -395,7 +343,7 @@ class Streamed:
         kernel, tile = self.kernel, self.tile
         length: Constexpr = 16 // kernel.traits.element_bytes
         per_row: Constexpr = self.chunk // length
-        s = smem.gradient
+        s = smem.dk
         for j in cutlass.range_constexpr(self.chunks):
             cute.arch.barrier()  # the last chunk has been read
             kernel.stage_gradient(gradient[j], factor, kernel.mma_dkv(), s, thread)

@@ -6,13 +6,13 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, cute
 
 import layouts
-from cute_attn.device.copy import RowCopy
+from cute_attn.device.copy import RowCopy, zero_rows
 from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.pipeline import WARPGROUP, Accessed, consumer_barrier
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import existing_rows, sequence
 from cute_attn.kernels.backward_sm90.params import BackwardOutputs, BackwardParams, BackwardStorage, Fragments
-from cute_attn.kernels.backward_sm90.steps import Head, zero_rows
+from cute_attn.kernels.backward_sm90.steps import Head
 from cute_attn.work.broadcast import KeyTile
 
 
@@ -111,8 +111,9 @@ class Consumer:
         traits, tile, shared = self.kernel.traits, self.kernel.tile, self.shared
         if cutlass.const_expr(traits.varlen or traits.seqused_k):
             if rows < tile.tile_n:
-                zero_rows(shared.s_k[None, None, 0], cutlass.max(rows, 0), thread)
-                zero_rows(shared.s_v[None, None, 0], cutlass.max(rows, 0), thread)
+                where = (cutlass.max(rows, 0), tile.tile_n, thread, tile.mma_threads)
+                zero_rows(shared.s_k[None, None, 0], *where)
+                zero_rows(shared.s_v[None, None, 0], *where)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 consumer_barrier(tile.warpgroups)
 

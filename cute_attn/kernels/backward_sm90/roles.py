@@ -114,50 +114,38 @@ class DqAdder(BackwardRole):
 
 
 @dataclass(frozen=True)
-class TurnGiver:
+class TurnGiver(BackwardRole):
     """One warp: gives the consumers their turns to add dQ from registers, and ends the turns.
 
     If the next turn has come when all consumers have added dQ, it is given before the current turn is ended, because
     ending a turn waits until the additions are in L2.
     """
 
-    kernel: Constexpr
-    params: BackwardParams
-    shared: BackwardStorage
     outputs: BackwardOutputs
 
-    @cute.jit
-    def run(self) -> None:
-        """Run all steps of the CTA, in the consumers' order."""
-        kernel, params, work = self.kernel, self.params, self.shared.work
-        n, i = Int32(0), Int32(0)
-        while work.holds(i):
-            key_tile = work.take(i, params.seqlens)
-            blocks, heads = kernel.query_blocks(params, key_tile), params.query_heads(key_tile)
-            for head in cutlass.range(heads.first, heads.end, unroll=1):
-                head_dq = kernel.dq_of_head(params, self.outputs, key_tile, head)
-                turns = kernel.dq_turns(params, self.outputs, key_tile, head_dq)
-                given = Boolean(False)
-                for block in cutlass.range(blocks.begin, blocks.end, unroll=1):
-                    given = self.step(turns, block, n, given, block + 1 < blocks.end)
-                    n += 1
-            i += 1
+    def begin_head(self, key_tile: KeyTile, head: Int32) -> tuple[DqTurns, cute.Tensor, Int32]:
+        """The head's turns, whether the next one is given already, (1,), and the end of its query blocks."""
+        head_dq = self.kernel.dq_of_head(self.params, self.outputs, key_tile, head)
+        given = cute.make_rmem_tensor(cute.make_layout(1), Boolean)
+        given.fill(False)
+        turns = self.kernel.dq_turns(self.params, self.outputs, key_tile, head_dq)
+        return turns, given, self.kernel.query_blocks(self.params, key_tile).end
 
     @cute.jit
-    def step(self, turns: DqTurns, block: Int32, n: Int32, given: Boolean, more: Boolean) -> Boolean:
-        """Give the n-th turn unless it is ``given``, and end it. Returns True if it also gave the next block's turn."""
-        staging = self.shared.dq_staging
-        if not given:
+    def step(self, of_head: tuple, key_tile: KeyTile, block: Int32, n: Int32) -> None:
+        """Give the n-th turn unless it is given, and end it; give the next block's turn before, if that has come."""
+        staging, (turns, given, end) = self.shared.dq_staging, of_head
+        if not given[0]:
             turns.wait(block)
             with cute.arch.elect_one():
                 staging.release_by_one()
-        following = more & turns.has_come(block + 1)
+        following = (block + 1 < end) & turns.has_come(block + 1)
         staging.consumer_wait(n)
         with cute.arch.elect_one():
             if following:
                 staging.release_by_one()
             turns.finish(block)
-        return following
+        given[0] = following
 
 
 @dataclass(frozen=True)

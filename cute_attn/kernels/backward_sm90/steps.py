@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 import layouts
 from cute_attn.device.convert import converted
+from cute_attn.device.copy import zero_rows
 from cute_attn.device.math import optimization_barrier, rematerialize_each
 from cute_attn.device.pipeline import Accessed, Pipeline, consumer_barrier
 from cute_attn.device.probabilities import probabilities, row_values, score_gradient, start_from
@@ -23,20 +24,7 @@ from cute_attn.kernels.backward_sm90.params import BackwardStorage, Fragments
 from cute_attn.kernels.dq_order import accumulator_shape, block_floats, make_accumulator
 from cute_attn.outputs.accumulate import add_fragment, load_fragment, stage_fragment
 from cute_attn.outputs.fragment_rows import store_rows
-from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.work.block_range import BlockRange
-
-
-@cute.jit
-def zero_rows(tile: cute.Tensor, first: Int32, thread: Int32) -> None:
-    """Zero ``tile`` (rows, cols) in shared memory from row ``first`` on, by all consumer threads."""
-    rows, cols = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-    vectors = cols // 8
-    zeros = cute.make_rmem_tensor(cute.make_layout(8), tile.element_type)
-    zeros.fill(0.0)
-    for i in cutlass.range(thread, (rows - first) * vectors, BackwardSm90Tile.mma_threads, unroll=1):
-        row = cute.local_tile(tile, (1, 8), (first + i // vectors, i % vectors))
-        cute.autovec_copy(zeros, row[0, None])
 
 
 @dataclass(frozen=True)
@@ -86,15 +74,15 @@ class Head:
         if cutlass.const_expr(self.kernel.traits.varlen or self.kernel.traits.seqused_q):
             rows = self.seqlen_q - block * self.kernel.tile.tile_m
             if rows < self.kernel.tile.tile_m:
-                shared, thread = self.shared, self.thread
-                stage_q = shared.pipeline_q.stage(n)
+                shared, stage_q = self.shared, self.shared.pipeline_q.stage(n)
+                where = (rows, self.kernel.tile.tile_m, self.thread, self.kernel.tile.mma_threads)
                 if cutlass.const_expr(do):
                     shared.pipeline_do.consumer_wait(n)
-                    zero_rows(shared.s_do[None, None, shared.pipeline_do.stage(n)], rows, thread)
+                    zero_rows(shared.s_do[None, None, shared.pipeline_do.stage(n)], *where)
                 if cutlass.const_expr(q):
-                    zero_rows(shared.s_q[None, None, stage_q], rows, thread)
+                    zero_rows(shared.s_q[None, None, stage_q], *where)
                 if cutlass.const_expr(q and self.kernel.loads_bias_by_tma):
-                    zero_rows(shared.bias.tensor[None, None, stage_q], rows, thread)
+                    zero_rows(shared.bias.tensor[None, None, stage_q], *where)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 consumer_barrier(self.kernel.tile.warpgroups)
 
@@ -307,9 +295,10 @@ class Head:
     def store_dq(self, acc_dq: cute.Tensor, block: Int32) -> None:
         """Store dQ of a query block, by all consumer warps."""
         kernel, row0 = self.kernel, self.blocks.block(block) * self.kernel.tile.tile_m
-        rows, thread = cute.domain_offset((row0, 0), self.dq), rematerialize_each(self.thread, block)
         shape = accumulator_shape(kernel.traits, kernel.tile)
-        store_rows(acc_dq, kernel.mma_dq(), shape, rows, self.seqlen_q - row0, self.dq_scale, thread)
+        own = ScoreMap.make(kernel.mma_dq(), *shape, rematerialize_each(self.thread, block))
+        rows = (self.dq, row0, self.seqlen_q, kernel.traits.head_dim)
+        store_rows(own.view(acc_dq), own, *rows, self.dq_scale)
 
     @cute.jit
     def clear_dq(self) -> None:

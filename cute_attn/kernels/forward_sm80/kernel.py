@@ -53,7 +53,7 @@ from cute_attn.kernels.forward_sm80.storage import ForwardParams, Operands, Shar
 from cute_attn.kernels.forward_sm80.warps_along_n import SharedRows
 from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import PRODUCTS_OF, StepContent, mma_sync_count, product_loop
-from cute_attn.outputs.fp32_rows import store_vectors
+from cute_attn.outputs.fragment_rows import store_rows
 from cute_attn.outputs.lse import store_lse
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits, head_dim_multiple
@@ -263,7 +263,7 @@ class ForwardSm80:
     ) -> ForwardParams:
         """Parameters of a launch. tensors: mQ to mLSE. scales: see :mod:`cute_attn.kernels.fp32_sm80.kernel`."""
         mQ, mK, mV, mO, mLSE = tensors
-        nheads, nheads_kv = (mQ.shape[1], mK.shape[1]) if self.traits.varlen else (mQ.shape[2], mK.shape[2])
+        nheads, nheads_kv = mQ.shape[-2], mK.shape[-2]
         grid = self.query_grid(seqlens, seqlens.batch(mQ), nheads, nheads_kv, schedule)
         # A kernel argument needs no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
@@ -476,12 +476,9 @@ class ForwardSm80:
     @cute.jit
     def store_single(self, o: cute.Tensor, loop: MainLoop, tile: QueryTile, thread: Int32) -> None:
         """Store O in fp32 from registers; a thread holds whole vectors of O."""
-        tiled_mma, tile_m, dv = loop.operands.tiled_mma, self.tile.tile_m, self.traits.head_dim_v
-        rows = layouts.row_col_modes(tiled_mma, tile_m, self.tile.tile_n).rows
-        row, _ = layouts.thread_row_col(tiled_mma, tile_m, self.tile.tile_n, thread)
-        v = self.products.v_operand(tiled_mma, loop.shared, thread)
-        col = v.first_col(thread) + thread % 4 * 8
-        store_vectors(o, loop.acc_o, rows, tile.row0 + row, tile.info.seqlen_q, col, dv)
+        acc, own = loop.operands.v.output_rows(loop.acc_o, loop.score_map(thread), thread)
+        rows = (o, tile.row0, tile.info.seqlen_q, self.traits.head_dim_v)
+        store_rows(acc, own, *rows, vector=4)
 
     @cute.jit
     def store_half(

@@ -12,6 +12,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 import layouts
+from cute_attn.device.copy import zero_rows
 from cute_attn.device.math import convert_to_16_bits, optimization_barrier, rematerialize
 from cute_attn.device.pipeline import WARPGROUP, Accessed, warpgroup_any, warpgroup_barrier
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
@@ -29,7 +30,6 @@ from cute_attn.kernels.forward_sm90.storage import (
 from cute_attn.outputs.lse import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
 from cute_attn.rows.query_buffer import LastUse
-from cute_attn.tiles import padded
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import WorkItemId
@@ -379,15 +379,9 @@ class MainLoop:
     @cute.jit
     def zero_values(self, begin: Int32, end: Int32, n: Int32) -> None:
         """Zero rows [begin, end) of V in the stage of use n, which must be full. Ends with a warpgroup barrier."""
-        kernel, storage = self.kernel, self.storage
         lane = cute.arch.thread_idx()[0] % WARPGROUP
-        vectors = padded(kernel.traits.head_dim_v) // 8
-        zeros = cute.make_rmem_tensor(cute.make_layout(8), kernel.dtype)
-        zeros.fill(0.0)
         for values in self.values:
-            s_v = values[None, None, storage.pipeline_v.stage(n)]
-            for i in cutlass.range(lane, (end - begin) * vectors, WARPGROUP, unroll=1):
-                row = cute.local_tile(s_v, (1, 8), (begin + i // vectors, i % vectors))
-                cute.autovec_copy(zeros, row[0, None])
+            s_v = values[None, None, self.storage.pipeline_v.stage(n)]
+            zero_rows(s_v, begin, end, lane, WARPGROUP)
         cute.arch.fence_proxy("async.shared", space="cta")
         warpgroup_barrier(self.thread.group)

@@ -328,8 +328,12 @@ class ForwardSm90:
             for tma in (inputs.q, inputs.k, inputs.v):
                 cpasync.prefetch_descriptor(tma.atom)
             storage.init(self.tile.warpgroups, thread)
+        self.wait_for_inputs()
         cute.arch.sync_threads()
         self.run_roles(params, storage, inputs, outputs, warp, thread)
+
+    def wait_for_inputs(self) -> None:
+        """Wait for a kernel that writes this one's inputs, if this one starts early."""
 
     def storage(self) -> ForwardStorage:
         """The CTA's shared storage."""
@@ -349,13 +353,17 @@ class ForwardSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.load_registers)
             if warp == 0:
-                Producer(self, params, storage, TileLoads(inputs, storage)).run()
+                self.produce(params, storage, inputs)
             if cutlass.const_expr(self.loads_bias_by_tma):
                 if (warp > 0) & (warp <= self.tile.warpgroups):
                     BiasProducer(self, params, storage, inputs.bias, warp - 1).run()
         else:
             cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.consume(params, storage, outputs, warp, thread)
+
+    def produce(self, params: ForwardParams, storage: ForwardStorage, inputs: ForwardInputs) -> None:
+        """Claim and load work tiles, by the producer warp."""
+        Producer(self, params, storage, TileLoads(inputs, storage)).run()
 
     def consume(
         self,

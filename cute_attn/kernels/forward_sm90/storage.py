@@ -14,7 +14,7 @@ from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.rows.query_buffer import QueryBuffer
 from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
-from cute_attn.work.broadcast import INTS, INTS_OF_SPLITS, STAGES, WorkBroadcast
+from cute_attn.work.broadcast import STAGES, WorkBroadcast
 from cute_attn.work.key_splits import Partials
 from cute_attn.work.query_tiles import QueryTileOrder
 from cute_attn.work.replay import Replay
@@ -140,8 +140,7 @@ def make_storage(kernel: Any) -> ForwardStorage:
         pipelines.append(Pipeline(barriers + start, stages, numbers * 2 * rows * padded(head_dim)))
         start += Pipeline.barrier_bytes(stages) // 8
     area = {name: base + begin for name, (begin, _) in tile.smem_areas(kernel.traits).items()}
-    ints = INTS_OF_SPLITS if kernel.traits.divides_keys else INTS
-    work = WorkBroadcast.make(barriers + start, base + tile.BROADCAST_START, ints)
+    work = WorkBroadcast.make(barriers + start, base + tile.BROADCAST_START, kernel.traits.divides_keys)
     start += Pipeline.barrier_bytes(STAGES) // 8
     threads = 32 + (128 + 32 * kernel.loads_bias_by_tma) * tile.warpgroups
     return ForwardStorage(

@@ -38,7 +38,7 @@ from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.products import OneTermProducts, Products, StoredTermsProducts
 from cute_attn.kernels.forward_sm80.storage import ForwardParams
 from cute_attn.kernels.fp32_sm80.heuristics import default_tile, terms_pay
-from cute_attn.outputs.fp32_rows import store_pairs
+from cute_attn.outputs.fragment_rows import store_rows
 from cute_attn.tiles import ForwardTermsTile, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import ForwardSchedule, QueryTile, WorkClaims
@@ -245,4 +245,4 @@ class ForwardTerms(FollowsSplit):
         o = sequence(mO, tile.batch, tile.head, tile.info.offset_q, self.traits.varlen)
         columns: Constexpr = padded(self.traits.head_dim_v)
         own = ScoreMap.make(loop.operands.tiled_mma, self.tile.tile_m, columns, thread)
-        store_pairs(o, loop.acc_o_rows, own, tile.row0, tile.info.seqlen_q, self.traits.head_dim_v)
+        store_rows(loop.acc_o_rows, own, o, tile.row0, tile.info.seqlen_q, self.traits.head_dim_v)

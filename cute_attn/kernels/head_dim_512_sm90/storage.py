@@ -17,7 +17,7 @@ from cute_attn.kernels.forward_sm90.storage import (
 )
 from cute_attn.rows.query_buffer import QueryBuffer
 from cute_attn.tiles import padded
-from cute_attn.work.broadcast import INTS, INTS_OF_SPLITS, WorkBroadcast
+from cute_attn.work.broadcast import WorkBroadcast
 from cute_attn.work.replay import Replay
 
 SCORES, VALUES = 0, 1
@@ -114,9 +114,7 @@ def make_storage(kernel: Any) -> LargeStorage:
         smem_tensor(kernel, start["q"], tile.tile_m, kernel.output_columns, tile.warpgroups),
         pipelines[1],
         pipelines[1 if traits.latent else 2],
-        WorkBroadcast.make(
-            barriers + taken, base + tile.BROADCAST_START, INTS_OF_SPLITS if traits.divides_keys else INTS
-        ),
+        WorkBroadcast.make(barriers + taken, base + tile.BROADCAST_START, traits.divides_keys),
         Replay.make(base + tile.REPLAY_START, 32 + WARPGROUP * tile.warpgroups),
         None,
         SharedProbabilities(p, factors, pipelines[3]),

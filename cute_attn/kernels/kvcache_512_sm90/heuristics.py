@@ -1,10 +1,9 @@
 """Default tiles of the Hopper forward with a cache for head dims above 256, from ``tiles.csv``."""
 
-import dataclasses
-
-from cute_attn.kernels.kvcache_sm90.heuristics import page_rows
-from cute_attn.tiles import KvcacheLargeTile, best_packing, first_that_fits, may_pack_heads
-from cute_attn.tiles.inference import FOLDED_KEYS, CacheCall
+from cute_attn.kernels.head_dim_512_sm90.heuristics import tile_for_lengths
+from cute_attn.kernels.kvcache_sm90.heuristics import first_for_pages
+from cute_attn.tiles import KvcacheLargeTile
+from cute_attn.tiles.inference import CacheCall
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
@@ -24,16 +23,6 @@ def keys(traits: Traits, target: str, rows: int = 1) -> tuple[Key, ...]:
 def cache_tile(traits: Traits, call: CacheCall) -> KvcacheLargeTile:
     """The tile for a call, with the number of packed heads that leaves the fewest rows empty."""
     rows = 1 if call.same_bits else call.seqlen_q * call.group
-    tiles = tuple(
-        tile
-        for tile in TABLE.tiles(*keys(traits, "sm90", rows))
-        if not (call.same_bits and FOLDED_KEYS % tile.tile_n)
-    )
-    if traits.paged:
-        tiles = tuple(
-            dataclasses.replace(tile, page_rows=page_rows(call.page_size, tile.tile_n)) for tile in tiles
-        )
-    tile = first_that_fits(tiles, traits, "sm90")
-    if not may_pack_heads(traits):
-        return tile
-    return best_packing([tile], tile, call.seqlen_q, call.group, traits.varlen) or tile
+    tiles = TABLE.tiles(*keys(traits, "sm90", rows))
+    tile = first_for_pages(tiles, traits, call.page_size, call.same_bits)
+    return tile_for_lengths(traits, tile, call.seqlen_q, call.group)

@@ -32,7 +32,6 @@ from cutlass import Boolean, Float32, Int32, cute
 
 import layouts
 from cute_attn.device.copy import RowCopy
-from cute_attn.device.gemm_terms import Fp32Values
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
@@ -379,7 +378,7 @@ class KvcacheSm80(ForwardSm80):
         """Store O and LSE to ``target``."""
         acc, score_map = loop.acc_o_rows, self.output_map(loop)
         if cutlass.const_expr(self.single):
-            acc, score_map = Fp32Values.output_rows(loop.acc_o, score_map, loop.thread)
+            acc, score_map = loop.operands.v.output_rows(loop.acc_o, score_map, loop.thread)
         store_rows(target, acc, lse, score_map, tile, self.traits.head_dim_v)
 
     def output_map(self, loop: MainLoop) -> ScoreMap:

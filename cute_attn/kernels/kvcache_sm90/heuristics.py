@@ -6,6 +6,7 @@ Few rows are bound by memory, with about 200 KB of loads in flight; more rows ar
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from cute_attn.tiles import MULTIPROCESSORS, KvcacheSm90Tile, first_that_fits, may_pack_heads
@@ -68,20 +69,20 @@ def _first(
 
     Args:
         rows: values of ``rows`` for :func:`keys`, in order of preference.
-        folds: accept only tiles whose key blocks divide ``FOLDED_KEYS``.
+        folds: see :func:`first_for_pages`.
         tile_n: accept only tiles with this number of keys; 0 for any.
     """
     found = (tile for one in rows for tile in TABLE.tiles(*keys(traits, "sm90", one)))
-    tiles = tuple(
-        tile for tile in found if not (folds and FOLDED_KEYS % tile.tile_n) and tile_n in (0, tile.tile_n)
-    )
+    tiles = [tile for tile in found if tile_n in (0, tile.tile_n)]
+    return first_for_pages(tiles, traits, page_size, folds)
+
+
+def first_for_pages(tiles: Sequence[Any], traits: Traits, page_size: int, folds: bool) -> Any:
+    """The first of the tiles that fits; in a paged cache with TMA boxes of the most rows that divide a page.
+
+    folds: accept only tiles whose key blocks divide ``FOLDED_KEYS``.
+    """
+    tiles = [tile for tile in tiles if not (folds and FOLDED_KEYS % tile.tile_n)]
     if traits.paged:
-        tiles = tuple(
-            dataclasses.replace(tile, page_rows=page_rows(page_size, tile.tile_n)) for tile in tiles
-        )
+        tiles = [dataclasses.replace(tile, page_rows=math.gcd(page_size, tile.tile_n)) for tile in tiles]
     return first_that_fits(tiles, traits, "sm90")
-
-
-def page_rows(page_size: int, tile_n: int) -> int:
-    """Rows of a TMA box: the largest number that divides both pages and key blocks."""
-    return math.gcd(page_size, tile_n)

@@ -139,30 +139,22 @@ class KvcacheSm90(ForwardSm90):
 
     @cute.kernel
     def kernel(self, params: ForwardParams, inputs: ForwardInputs, outputs: ForwardOutputs) -> None:
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        thread, _, _ = cute.arch.thread_idx()
-        storage = self.storage()
-        if warp == 0:
-            for tma in (inputs.q, *(x.tma for x in (inputs.k, inputs.v))):
-                if cutlass.const_expr(tma is not None):
-                    cpasync.prefetch_descriptor(tma.atom)
-            storage.init(self.tile.warpgroups, thread)
-        # The previous kernel may write lengths, queries and new rows of the cache.
+        self.run(params, inputs, outputs)
+
+    @cute.jit
+    def wait_for_inputs(self) -> None:
+        """Wait for the previous kernel, which may write lengths, queries and new rows of the cache."""
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.traits.divides_keys):
             cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
-        if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tile.load_registers)
-            if warp == 0:
-                producer = Producer(self, params, storage, self.loads(inputs, storage, params))
-                if cutlass.const_expr(self.traits.split == "stream_k"):
-                    StreamKProducer(producer).run()
-                else:
-                    producer.run()
+
+    @cute.jit
+    def produce(self, params: ForwardParams, storage: ForwardStorage, inputs: ForwardInputs) -> None:
+        producer = Producer(self, params, storage, self.loads(inputs, storage, params))
+        if cutlass.const_expr(self.traits.split == "stream_k"):
+            StreamKProducer(producer).run()
         else:
-            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
-            self.consume(params, storage, outputs, warp, thread)
+            producer.run()
 
     @property
     def consumer(self) -> type[Consumer]:
