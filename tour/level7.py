@@ -13,7 +13,8 @@ the other end: a CTA with a long one then gets a short one. The producer loads i
 K[j] before V[j-1]: in the order of levels 5 and 6 each K would wait for a stage of V.
 
 What levels 4 to 6 wrote out is imported from the package. Its softmax keeps a row's maximum until an exponential would
-exceed 2^8, so O is rarely rescaled. No digits are lost: O and the row's sum only have another common factor.
+exceed 2^8, so O is rarely rescaled: a warp votes, and reduces the maxima of its rows over lanes only if one exceeds.
+No digits are lost: O and the row's sum only have another common factor.
 
 What to look at: the order of HGMMA, MUFU and the waits between. Any lengths; 128 queries and keys at a time.
 """
@@ -41,6 +42,7 @@ class Overlapped(Tiled):
     """A producer warp and two consumer warpgroups that alternate; persistent."""
 
     TILE = TourTile(tile_m=128, tile_n=128, num_warps=8, num_stages=2)
+    FACTORS = 0  # of O: only a score above the threshold changes them
 
     def mma_qk(self) -> cute.TiledMma:
         """S = Q K^T: both operands from shared memory."""

@@ -1,7 +1,7 @@
 """Level 8: the shipped kernel, and speculation.
 
-What level 7 wasted: in every step each score goes through a maximum, and each row's maximum through two shuffles, and
-no exponential can start before that.
+What level 7 wasted: in every step each score goes through a maximum, the warp votes on it, and no exponential can start
+before that.
 
 The maximum only keeps exponentials within fp32's range, and after the first blocks of a row it hardly ever grows. So
 ``forward-sm90`` freezes the row maxima after the blocks that have a mask (``speculative``), and exponentiates against

@@ -139,12 +139,15 @@ class ForwardSm90:
         return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
-        """Instruction counts of a step of the unmasked loop. Stale row maxima save the exp2 of two rows' factors."""
+        """Instruction counts of a step of the unmasked loop.
+
+        Stale row maxima, and those that only a score above the threshold replaces, save two rows' factors.
+        """
         tile, d, dv = self.tile, padded(self.traits.head_dim), padded(self.traits.head_dim_v)
         qk = wgmma_count(tile.tile_m, tile.tile_n, d, tile.warpgroups)
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups)
         elements = tile.tile_n // 2
-        exp2 = elements * (1 + self.traits.softcap) + (0 if tile.speculative else 2)
+        exp2 = elements * (1 + self.traits.softcap) + (0 if tile.speculative or tile.rescale_threshold else 2)
         loaded = 2 * tile.tile_n * (tile.NUMBERS * (d + dv) + (tile.tile_m if tile.bias_stages else 0))
         mma = PRODUCTS_OF[tile.NUMBERS] * (qk + pv)
         return StepContent(mma, exp2, elements, 4 * tile.warpgroups, async_bytes=loaded)

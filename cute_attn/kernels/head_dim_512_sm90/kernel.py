@@ -87,7 +87,7 @@ class ForwardLargeSm90(ForwardSm90):
         qk = wgmma_count(tile.tile_m, tile.tile_n, d, 1)
         pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups, tile.warpgroups)
         elements = tile.tile_n // 2
-        exp2 = elements * (1 + self.traits.softcap) + 2
+        exp2 = elements * (1 + self.traits.softcap) + (0 if tile.rescale_threshold else 2)
         loaded = 2 * tile.tile_n * (d + dv)
         return StepContent(
             qk + pv, exp2, elements, 4, async_bytes=loaded, other_wgmma=(pv, self.output_columns)
