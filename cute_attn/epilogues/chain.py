@@ -21,7 +21,6 @@ from cute_attn.epilogues.maxima import Maxima, MaximaState
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
-from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.epilogues.tree import Tree
 from cute_attn.traits import Traits
 from cute_attn.work.block_lists import divides
@@ -323,12 +322,10 @@ class EpilogueChain:
         """The attention sink of each of the thread's rows, see :meth:`Sinks.of_rows`; None without sinks."""
         return self.sinks.of_rows(args[-1], head, heads_left, score_map) if self.sinks else None
 
-    def store_maxima(
-        self, state: ScoreState, softmax: OnlineSoftmax, score_map: ScoreMap, row0: Int32
-    ) -> None:
-        """Store the thread's greatest scores after the last key block of a work tile, if ``maxima`` are an output."""
+    def store_maxima(self, state: ScoreState, seen: cute.Tensor, score_map: ScoreMap, row0: Int32) -> None:
+        """Store a thread's greatest scores, (rows), after the last key block of a work tile, if they are an output."""
         if self.maxima and state.maxima:
-            self.maxima.store(state.maxima, softmax.seen, score_map, row0)
+            self.maxima.store(state.maxima, seen, score_map, row0)
 
     def rescale(self, state: ScoreState) -> Any:
         """The factor that the output is scaled by: 1 / (1 - p), or 1 without dropout."""

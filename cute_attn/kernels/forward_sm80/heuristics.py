@@ -42,9 +42,10 @@ def keys(traits: Traits, target: str, dtype: str = "") -> tuple[Key, ...]:
 def register_pressure(traits: Traits) -> int:
     """Register pressure of the epilogues, from 0 to 7, ranked by ptxas's spills.
 
-    1: softcap, ALiBi, or in 16 bits the greatest scores; 2: dropout; 3: a bias, or dropout with softcap or ALiBi;
-    4: users' functions; 5: slow ones, or ones that hold numbers and list blocks; 6: an fp32 bias, or functions that
-    hold four numbers per query and key; 7: functions that hold more numbers, many Philox words, or a bias and dropout.
+    1: softcap or ALiBi; 2: dropout; 3: a bias, or dropout with softcap or ALiBi;
+    4: users' functions; 5: slow ones, ones that hold numbers and list blocks, or 1 with the greatest scores in 16 bits;
+    6: an fp32 bias, or functions that hold four numbers per query and key; 7: functions that hold more numbers, many
+    Philox words, or a bias and dropout.
     """
     modified = traits.softcap or traits.alibi
     numbers = held(traits.epilogues, traits.op)
@@ -58,4 +59,6 @@ def register_pressure(traits: Traits) -> int:
         return 3
     if traits.dropout:
         return 2
-    return 1 if modified or (traits.max_scores and traits.dtype != "fp32") else 0
+    if modified and traits.max_scores and traits.dtype != "fp32":
+        return 5
+    return 1 if modified else 0

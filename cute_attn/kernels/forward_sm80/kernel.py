@@ -399,7 +399,6 @@ class ForwardSm80:
             may_be_large=self.scores_may_be_large,
             p_exponent=self.p_exponent,
             p_dtype=self.p_dtype,
-            keeps_greatest=self.epilogues.maxima is not None,
         )
         return MainLoop(
             *(self, operands, *loads, blocks, state, group, thread, work_tile.row0),

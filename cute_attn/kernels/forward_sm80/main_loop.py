@@ -49,8 +49,11 @@ class MainLoop:
         block = self.steps(block, blocks.full_begin, False)
         if cutlass.const_expr(self.kernel.traits.windowed or self.kernel.traits.leftpad):
             self.steps(block, blocks.begin, True)
-        score_map = self.score_map(rematerialize(self.thread))
-        self.kernel.epilogues.store_maxima(self.state, self.softmax, score_map, self.row0)
+        if cutlass.const_expr(self.kernel.epilogues.maxima is not None):
+            thread = rematerialize(self.thread)
+            # Every step has the exact row maxima.
+            seen = self.stored_softmax(thread).load_stats().row_max
+            self.kernel.epilogues.store_maxima(self.state, seen, self.score_map(thread), self.row0)
         # O reuses the shared memory of loads in flight.
         cute.arch.cp_async_wait_group(0)
         if cutlass.const_expr(tile.key_groups > 1):

@@ -137,7 +137,7 @@ class StagedResults:
         sinks = loop.sinks(self.params, thread)
         loop.softmax.normalize(fragments.acc_o_rows, lse, kernel.epilogues.rescale(loop.state), sinks)
         store_lse(self.outputs.mLSE, lse, kernel.score_map(thread), tile, kernel.traits.varlen)
-        kernel.epilogues.store_maxima(loop.state, loop.softmax, kernel.score_map(thread), tile.row0)
+        kernel.epilogues.store_maxima(loop.state, loop.softmax.seen, kernel.score_map(thread), tile.row0)
         s_o = loop.storage.s_o[None, None, group]
         output = OutputStore(kernel, self.outputs, s_o, group, thread % WARPGROUP)
         output.store(fragments.acc_o, tile)

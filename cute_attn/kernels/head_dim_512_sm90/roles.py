@@ -154,7 +154,7 @@ class ScoreResults:
         loop.publish_factors(score_map)
         multiply_rows(fragments.acc_o_rows, fragments.factors)
         store_lse(self.outputs.mLSE, lse, score_map, tile, kernel.traits.varlen)
-        kernel.epilogues.store_maxima(loop.state, loop.softmax, score_map, tile.row0)
+        kernel.epilogues.store_maxima(loop.state, loop.softmax.seen, score_map, tile.row0)
         s_o = storage.s_o[None, None, SCORES]
         output = OutputStore(kernel, self.outputs, s_o, own.group, thread, SCORES)
         output.store(fragments.acc_o, tile)

@@ -108,7 +108,7 @@ class CacheScoreResults:
         o_map = output_map(kernel, SCORES, thread)
         self.results.write(kernel, loop.query_tile, fragments.acc_o_rows, lse, o_map)
         kernel.epilogues.store_maxima(
-            loop.state, loop.softmax, kernel.score_map(thread), loop.query_tile.row0
+            loop.state, loop.softmax.seen, kernel.score_map(thread), loop.query_tile.row0
         )
 
 

@@ -134,7 +134,7 @@ class CacheResults:
         else:
             loop.softmax.normalize(acc, lse, kernel.epilogues.rescale(loop.state), sinks)
         self.write(kernel, tile, acc, lse, score_map)
-        kernel.epilogues.store_maxima(loop.state, loop.softmax, kernel.score_map(thread), tile.row0)
+        kernel.epilogues.store_maxima(loop.state, loop.softmax.seen, kernel.score_map(thread), tile.row0)
 
     @cute.jit
     def sinks(self, loop: MainLoop, thread: Int32) -> Any:
