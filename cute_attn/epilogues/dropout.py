@@ -118,12 +118,13 @@ class Dropout:
 
     def forward(self, state: DropoutState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Zero the dropped elements of p, a (rows, cols) view of 16-bit or fp32 registers."""
-        bits, whole = _as_words(p), p.element_type is Float32
+        bits = _as_words(p)
         for first, second, dropped in self._masks(state, tile):
             pair = _pair_index(p, first, second)
-            if not whole:
+            if p.element_type is not Float32:
                 bits[pair] = bits[pair] & ~dropped
-            for i in range(2 if whole else 0):  # each half, duplicated
+                continue
+            for i in range(2):  # each half, duplicated
                 bits[2 * pair + i] = bits[2 * pair + i] & ~byte_permute(dropped, dropped, 0x1010 + 0x2222 * i)
 
     def packed_mask(self, state: DropoutState, tile: ScoreTile) -> tuple[Int32, ...]:

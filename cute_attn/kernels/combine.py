@@ -203,8 +203,7 @@ class Combine:
     def kernel(
         self, partials: tuple, mO: cute.Tensor, mLSE: cute.Tensor, mSinks: cute.Tensor | None, rows: Any
     ) -> None:
-        base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
-        shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
+        _, shared = self.allocated()
         place, own = rows.of(self, partials, cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
         self.wait_for_partials()
         self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)
@@ -249,6 +248,11 @@ class Combine:
             row_max, total = self.add_sink(acc, total, row_max, mSinks, place)
         if place.exists and place.group == 0:
             self.store(acc, total, row_max, mO, mLSE, place)
+
+    def allocated(self) -> tuple[cute.Pointer, Shared]:
+        """The CTA's shared memory: its start and its areas."""
+        base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
+        return base, self.shared_memory(cute.recast_ptr(base, dtype=Float32))
 
     def shared_memory(self, base: Any) -> Shared:
         """The areas of shared memory, which starts at ``base``."""
@@ -661,8 +665,7 @@ class CombineStreamK(Combine):
     def kernel(
         self, partials: tuple, mO: cute.Tensor, mLSE: cute.Tensor, mSinks: cute.Tensor | None, rows: Any
     ) -> None:
-        base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
-        shared = self.shared_memory(cute.recast_ptr(base, dtype=Float32))
+        base, shared = self.allocated()
         found = rows.find(self, mO, base)
         self.wait_for_partials()  # the lengths' writer had ended before that kernel began
         if rows.are_divided(found):

@@ -229,7 +229,7 @@ def tree_epilogue(rows: Tensor) -> reference.Epilogue:
 
 
 def _of_sequence(batch: int, features: reference.Features, inputs: ScoreInputs) -> reference.Epilogue:
-    """All changes of the scores of sequence ``batch``, which is computed alone, with its index in the call."""
+    """All changes of the scores of one sequence, computed in a call of its own: ``batch`` is its index."""
 
     def modify(scores: Tensor, coords: reference.ScoreCoords, _: ScoreInputs) -> Tensor:
         own = dataclasses.replace(coords, batch=coords.batch + batch)

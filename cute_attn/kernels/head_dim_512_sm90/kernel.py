@@ -67,7 +67,13 @@ class ForwardLargeSm90(ForwardSm90):
         return TABLE.first(traits, target, *keys(traits, target))
 
     def for_lengths(
-        self, seqlen_q: int, seqlen_k: int, group: int, *rest: Any, **more: Any
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        group: int,
+        target: str = "sm90",
+        pairs: int | None = None,
+        window: int = 0,
     ) -> "ForwardLargeSm90":
         tile = tile_for_lengths(self.traits, self.tile, seqlen_q, group)
         return dataclasses.replace(self, tile=tile)
