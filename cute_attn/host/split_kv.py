@@ -260,7 +260,7 @@ def as_cache(call: Call) -> Call:
 
 
 def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> bool:
-    """True if splitting keys pays: few work tiles, many keys, no bias, and no feature that kernels for a cache lack.
+    """True if splitting keys pays: few work tiles, many keys, and no feature that kernels for a cache lack.
 
     kernel: the forward kernel that would serve the call otherwise.
     """
@@ -270,7 +270,7 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return False
     if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
         return False
-    if call.bias is not None or call.dropout or call.seqused_q is not None:
+    if call.dropout or call.seqused_q is not None:
         return False
     if call.lists_blocks or not are_functions(call.epilogue_names):
         return False
@@ -289,7 +289,7 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return True
     # Under a causal mask the shortest work tiles come last, and leave little idle.
     equal = not kernel.traits.causal or call.longest[1] >= 2 * call.longest[0]
-    return equal and seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves
+    return call.bias is None and equal and seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves
 
 
 # ---- the kernel and how keys are divided ----
