@@ -85,6 +85,8 @@ read nearly as fast as all that a split has, without the second launch."""
 FEW_PACKED = 1.0
 """Maximum work tiles per multiprocessor with few queries of packed sequences: they do not end together, since lengths
 differ."""
+FEW_BIASED = 128
+"""Maximum rows per key head with a bias for a split to pay. TMA loads a forward's bias, threads that of a cache."""
 LAST_WAVE, MANY_KEYS = 1.5, 16384
 """For more work tiles: minimum ratio of rounded-up to exact waves, and minimum keys, for a split to pay."""
 
@@ -274,6 +276,8 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return False
     if call.lists_blocks or not are_functions(call.epilogue_names):
         return False
+    if call.bias is not None and call.longest[0] * call.group > FEW_BIASED:
+        return False
     seen = min(call.longest[1], call.window or call.longest[1])
     if seen * (call.q.shape[-1] + call.v.shape[-1]) < LEAST_NUMBERS:
         return False
@@ -289,7 +293,7 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return True
     # Under a causal mask the shortest work tiles come last, and leave little idle.
     equal = not kernel.traits.causal or call.longest[1] >= 2 * call.longest[0]
-    return call.bias is None and equal and seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves
+    return equal and seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves
 
 
 # ---- the kernel and how keys are divided ----

@@ -6,7 +6,7 @@
 
 The kernel is persistent: each CTA claims work tiles (a query block of a head) until none is left. The producer warp
 claims and broadcasts work tiles. For each it loads Q once, then K and V block by block, last block first, into
-pipelines of ``num_stages`` stages. One to three consumer warpgroups compute 64 rows of the tile each:
+pipelines of ``num_stages`` stages. One to four consumer warpgroups compute 64 rows of the tile each:
 
     S[0] = Q K[0]; softmax                              the first key block
     for j = 1, 2, ...
