@@ -168,7 +168,8 @@ check_lengths
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
         As for :func:`cute_attn.attention`, made for batch sequences or 1, nheads heads or 1, seqlen_q queries or more,
         and at least as many keys as a sequence may have: an entry's rows, or the rows of all its pages. Its queries are
-        those of this call, its keys those of a sequence, from cache_leftpad. Kernels read the blocks that it hides.
+        those of this call, its keys those of a sequence, from cache_leftpad. Blocks that it hides from all query heads
+        of a key head are not read, except with cache_leftpad, in fp32 and for head dims above 256.
     num_splits : int
         How the keys of a query block are split on CUDA. 0: depends on shapes, mostly stream-K (all key blocks in equal
         ranges, one for each CTA that fits the GPU at once); 1: no split; n up to 512: n splits. Repeated calls are
@@ -222,7 +223,8 @@ check_lengths
     key: Hashable = options
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
     named = type(epilogues) is not tuple or epilogues
-    masked, tables, shapes = mask_mod is not None or block_mask is not None, None, ()
+    masked, tables = mask_mod is not None or block_mask is not None, None
+    shapes: tuple = ()
     if (named or score_mod is not None or masked) and not users and isinstance(q, Tensor):
         brought, packed = None, None
         if block_mask is not None:

@@ -92,12 +92,10 @@ class EpilogueChain:
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         sinks = Sinks(traits.sinks) if traits.sinks else None
         listed = any(m.lists_blocks for m in modifiers)
-        in_order = traits.op == "kvcache"
         alone = not (traits.mask or traits.seqused_q or traits.seqused_k)
-        if (
-            in_order
-        ):  # a band leaves a range of the list, but leftpad moves blocks, and some splits count all blocks
-            alone = not traits.leftpad and traits.split in ("", "fixed")
+        in_order = traits.op == "kvcache"
+        if in_order:  # of a list in order, bounds leave a range; but leftpad moves keys against blocks
+            alone = traits.split in ("", "fixed") and not traits.leftpad
         visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]

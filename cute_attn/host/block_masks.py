@@ -87,7 +87,7 @@ def functions_of(block_mask: BlockMask, kinds: Tensor, *sizes: int) -> tuple[Cal
 
 
 def tables_of(
-    block_mask: BlockMask, sizes: tuple[int, ...], starts: tuple[Tensor, ...] = ()
+    block_mask: BlockMask, sizes: tuple, starts: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...] | None:
     """The table of kinds and the lists of an earlier call of these sizes, or None if there are none or they are stale.
 
