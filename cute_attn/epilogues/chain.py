@@ -61,6 +61,7 @@ class EpilogueChain:
     differentiable: bool = False  # in a kernel of derivatives: ``forward`` returns values for ``backward``
     maxima: Maxima | None = None
     visits_lists: bool = False  # only listed blocks; those without a mask leave out the lists' epilogue
+    in_order: bool = False  # lists are those of a cache
 
     @staticmethod
     def of(traits: Traits, tile: Any = None) -> "EpilogueChain":
@@ -92,12 +93,15 @@ class EpilogueChain:
         sinks = Sinks(traits.sinks) if traits.sinks else None
         listed = any(m.lists_blocks for m in modifiers)
         alone = not (traits.mask or traits.seqused_q or traits.seqused_k)
+        in_order = traits.op == "kvcache"
+        if in_order:  # of a list in order, bounds leave a range; but leftpad moves keys against blocks
+            alone = traits.split in ("", "fixed") and not traits.leftpad
         visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]
         maxima = Maxima(traits.varlen) if traits.max_scores else None
         of_traits = (traits.softcap, traits.top_left, sinks, derivatives, maxima)
-        return EpilogueChain(Mask.of(traits), tuple(modifiers), dropout, *of_traits, visits)
+        return EpilogueChain(Mask.of(traits), tuple(modifiers), dropout, *of_traits, visits, in_order)
 
     @staticmethod
     def decline(traits: Traits) -> str | None:
@@ -218,7 +222,11 @@ class EpilogueChain:
         """The key blocks that the query block [row0, end_row) visits."""
         if self.visits_lists:
             modifier, own = self._listed(state)
-            return modifier.key_blocks(own, row0, tile_n)
+            listed = modifier.key_blocks(own, row0, tile_n)
+            if not self.in_order:
+                return listed
+            seen = BlockRange.of_queries(state.band, row0, end_row, tile_n)
+            return listed.within(seen, state.band.has_first)
         return BlockRange.of_queries(state.band, row0, end_row, tile_n)
 
     def query_blocks(
@@ -254,7 +262,8 @@ class EpilogueChain:
             self._modify(modifier, own, tile, read, masked, partial)
             for modifier, own, read in zip(self.modifiers, state.modifiers, loaded, strict=True)
         )
-        if masked and (ends is True or not self.visits_lists):
+        edges = self.mask.causal or self.mask.windowed
+        if masked and (ends is True or edges or not self.visits_lists):
             self.mask.forward(state.band, tile)
         elif masked and ends is not False:
             run_if(ends, functools.partial(self.mask.forward, state.band, tile))

@@ -126,6 +126,7 @@ SAMPLE = [
     ("learned_cap", "gradients", "sm90", "sm90", 128),
     ("t5", "repeating", "sm80", "sm80", 128),
     ("image-blocks", "forward", "sm90", "sm90", 64),
+    ("image-blocks", "kvcache", "sm80", "sm80", 128),
 ]
 MOST = {
     "forward": ("wrapped_distances", "t5", "wave", "document-blocks"),
@@ -152,7 +153,10 @@ KERNELS = dict.fromkeys((*EXTREME, *((function, "backward", "sm90", "sm90", 128)
 )
 def test_a_function_does_not_spill(case, pages):
     function, op, arch, target, head_dim = case
-    kernel, mask = "forward" if op == "forward" else "backward", "" if "blocks" in function else "-causal"
+    kernel, mask = (
+        op if op in ("forward", "kvcache") else "backward",
+        "" if "blocks" in function else "-causal",
+    )
     traits = Traits.parse(f"{kernel}-{arch}-bf16-d{head_dim}{mask}-{words_of(function, op, pages)}")
     compiled = compile(traits, target=target)
     used = compiled.resources

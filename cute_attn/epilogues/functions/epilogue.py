@@ -50,7 +50,7 @@ from cute_attn.epilogues.functions.operations import bounds
 from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import TRACED, register_traced
-from cute_attn.traits import Traits
+from cute_attn.traits import LISTED_ROWS, Traits
 from cute_attn.work.block_lists import BlockLists
 from cute_attn.work.block_range import BlockRange
 
@@ -383,13 +383,13 @@ class BlockMaskEpilogue(FunctionEpilogue):
 
     partial: the mask in listed blocks that need one, a function of all captured tensors except the first; None: the
     whole mask. The whole mask is also right for a kernel that visits all blocks.
-    unites: True if the query blocks of a key block are the union over the query heads of its kv head. A backward then
-    visits blocks that a head does not list, and there ``partial`` may be true.
+    unites: True if lists are unions over the query heads of a kv head: those of key blocks, and all lists of a cache.
+    Kernels then visit blocks that a head does not list, and there ``partial`` may be true.
     first: number of the first captured tensor that is read.
     """
 
     lists_blocks = True
-    partial: Lowered | None
+    partial: tuple[Graph, Node] | None
     unites: bool
     first: int = 0
 
@@ -398,9 +398,11 @@ class BlockMaskEpilogue(FunctionEpilogue):
         return super().held(backward) + 2 * (self.partial is None or (backward and self.unites))
 
     def visiting(self) -> "BlockMaskEpilogue":
-        if self.partial is None or (self.differentiates and self.unites):
+        if self.partial is None or (self.unites and (self.differentiates or self.heads_of_rows)):
             return self
-        return replace(self, lowered=self.partial, first=1)
+        graph, output = self.partial
+        own = with_heads_of_rows(output) if self.heads_of_rows else (graph, output)
+        return replace(self, lowered=lower(*own), first=1)
 
     @property
     def _slope(self) -> None:
@@ -416,7 +418,10 @@ class BlockMaskEpilogue(FunctionEpilogue):
 
     def key_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
         batch, head = state.at
-        return BlockLists(*state.lists[:2]).of(batch, head, row0, rows)
+        lists = BlockLists(*state.lists[:2])
+        if self.heads_of_rows:  # of a cache, whose empty work tiles begin beyond the queries
+            row0 = cutlass.min(row0, lists.counts.shape[2] * LISTED_ROWS - 1)
+        return lists.of(batch, head, row0, rows)
 
     def query_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
         batch, head = state.at
@@ -472,8 +477,8 @@ def register_trace(traced: Trace) -> FunctionEpilogue:
     partial = traced.partial
     fields["name"] += "_united" if traced.unites else "_listed"
     fields["name"] += "" if partial is None else "_" + digest(partial.output, [])
-    lowered = None if partial is None else lower(partial.graph, partial.output)
-    return register_traced(BlockMaskEpilogue(**fields, partial=lowered, unites=traced.unites))
+    own = None if partial is None else (partial.graph, partial.output)
+    return register_traced(BlockMaskEpilogue(**fields, partial=own, unites=traced.unites))
 
 
 def digest_of(output: Node, captured: Sequence[Captured]) -> str:

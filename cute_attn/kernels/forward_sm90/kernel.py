@@ -131,8 +131,9 @@ class ForwardSm90:
 
     @property
     def can_visit_lists(self) -> bool:
-        """True if the kernel can skip blocks that a block list omits: a forward or jvp without packed heads."""
-        return self.traits.op in ("forward", "jvp") and self.tile.pack_heads == 1
+        """True if the kernel can skip blocks that a block list omits; without a cache, packed heads prevent it."""
+        op = self.traits.op
+        return op == "kvcache" or (op in ("forward", "jvp") and self.tile.pack_heads == 1)
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments for one launch."""
