@@ -1,16 +1,16 @@
 """FlashAttention's functions, by the names that its tests import, on the functions of this package.
 
-For tests of attention with a cache, of merging and of sinks. :func:`fa3` and :func:`fa4` put modules into
-``sys.modules`` before such tests are imported, and the tests run unmodified:
+For tests of attention with a cache, of merging, of sinks and of functions of scores. :func:`fa3` and :func:`fa4` put
+modules into ``sys.modules`` before such tests are imported, and the tests run unmodified:
 
     fa3   hopper/test_flash_attn.py of FlashAttention-3: test_flash_attn_kvcache, test_flash_attn_combine
     fa4   tests/cute/test_flash_attn.py and test_flash_attn_combine.py of FlashAttention-4: test_flash_attn_kvcache,
           _combine, _paged, _output and _varlen_output with and without sinks, _learnable_sink, _lse_grad,
-          _seqlen_k_zero
+          _seqlen_k_zero; its tests of functions and of lists of blocks, by :mod:`outside.cute_functions`
 
 Helpers that the tests compare with, such as the rotary embedding and the reference of attention, come from the suite's
 folder: a copy of the repository's ``flash_attn``, ``hopper`` and ``tests`` that is never part of this package. What no
-kernel here computes (fp8, qv, chunks, block sparsity, negative windows) skips the test that asks for it.
+kernel here computes (fp8, qv, chunks, negative windows) skips the test that asks for it.
 """
 
 import functools
