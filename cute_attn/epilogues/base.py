@@ -119,6 +119,19 @@ class Epilogue:
             f"epilogue {self.name!r} has no backward: a forward kernel can use it, no backward can"
         )
 
+    @property
+    def adds_tangents(self) -> bool:
+        """True if tangents of a call's tensors are added by :meth:`tangents`."""
+        return False
+
+    def tangents(self, state: Any, tile: ScoreTile, saved: Any) -> None:
+        """Convert tangents of scores before in ``tile.acc`` into tangents of scores after, in place.
+
+        By default those of a function of scores alone: :meth:`backward`. With ``adds_tangents``, tangents of tensors
+        are added to ``tile.acc * context.tangent_scale``.
+        """
+        self.backward(state, tile, saved)
+
     @classmethod
     def differentiable(cls) -> bool:
         """False if the class has no ``backward`` and so serves forward kernels only."""

@@ -117,9 +117,11 @@ class QueryBlockContext:
         return cute.make_tensor(of_threads.iterator, layout)[None, None, thread]
 
     def row_tangents(self, thread: Int32, rows: int, scale: Float32 | float = 1.0) -> RowTangents:
-        """A thread's current row statistics of tangents."""
+        """A thread's current row statistics of tangents. scale: the softmax scale."""
         pairs = self._pairs(self.buffers.row_tangents, thread, rows)
-        return RowTangents(pairs[None, 0], pairs[None, 1], Float32(scale))
+        return RowTangents(
+            pairs[None, 0], pairs[None, 1], self.kernel.epilogues.tangent_scale(Float32(scale))
+        )
 
     def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
         """A thread's online softmax with its current row statistics."""
@@ -192,7 +194,7 @@ def _query_block(ctx: QueryBlockContext, args: Any, head: Int32, scale: Float32)
         _finish(ctx, thread, args, head)
     if cutlass.const_expr(ctx.has_tangents):
         for thread in cutlass.range(ctx.threads):
-            _finish_tangents(ctx, thread, end_row)
+            _finish_tangents(ctx, thread, end_row, args, head)
     else:
         for row in cutlass.range(ctx.row0, end_row):
             for d in cutlass.range(buffers.out.shape[1]):
@@ -395,17 +397,18 @@ def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32)
 
 
 @cute.jit
-def _finish_tangents(ctx: QueryBlockContext, thread: Int32, end_row: Int32):
+def _finish_tangents(ctx: QueryBlockContext, thread: Int32, end_row: Int32, args: Any, head: Int32):
     """Compute LSE_dot, O and O_dot of the rows whose first column this thread holds."""
     chain, buffers, score_map = ctx.kernel.epilogues, ctx.buffers, ctx.score_map(thread)
-    rows, has_sinks = ctx.rows(thread), chain.sinks is not None
+    rows, sinks = ctx.rows(thread), chain.sinks_of_rows(args, head, Int32(ctx.heads), score_map)
+    sink_tangents = chain.sink_tangents_of_rows(args, head, score_map)
     softmax = ctx.online_softmax(thread, len(rows)).load_stats()
     tangents = ctx.row_tangents(thread, len(rows))
     for r in cutlass.range_constexpr(len(rows)):
         row = rows[r]
         if (score_map.thr_col == 0) & (row < end_row):
             found = tangents.finish(
-                r, softmax, buffers.sums[row], buffers.totals[row], buffers.lse[row], has_sinks
+                *(r, softmax, buffers.sums[row], buffers.totals[row], buffers.lse[row]), sinks, sink_tangents
             )
             buffers.lse_dot[row] = found[0]
             for d in cutlass.range(buffers.out.shape[1]):

@@ -257,14 +257,28 @@ def test_the_definition_itself():
 # ---- the kernel ----
 
 DROPOUT = {"dropout_p": 0.3, "rng_state": torch.tensor([3, 4])}
+SINKS, SLOPES = torch.tensor([0.5, -3.0]), torch.tensor([[0.5, 0.1], [0.0, 1.0]])
 FEATURES = {
     "": {},
     "causal": {},
     "window_top_left": {"window_left": 5, "window_right": 3},
-    "causal-softcap-alibi": {"softcap": 1.5, "alibi_slopes": torch.tensor([[0.5, 0.1], [0.0, 1.0]])},
+    "causal-softcap-alibi": {"softcap": 1.5, "alibi_slopes": SLOPES},
     "dropout": DROPOUT,
     "causal-bias_bf16-dropout_mem_efficient": DROPOUT | {"bias": randn(2, 2, 40, 50).bfloat16()},
-    "causal-sinks_bf16": {"sinks": torch.tensor([0.5, -3.0]).bfloat16()},
+    "causal-sinks_bf16": {"sinks": SINKS.bfloat16()},
+    "causal-bias_fp32-bias_tangent-sinks_bf16": {
+        "bias": randn(2, 2, 40, 50).float(),
+        "sinks": SINKS.bfloat16(),
+    },
+    # The last queries see only their sinks.
+    "window_top_left-softcap-alibi-bias_bf16-sinks_fp32-bias_tangent-sinks_tangent": {
+        "window_left": -12,
+        "window_right": 30,
+        "softcap": 1.5,
+        "sinks": SINKS,
+        "alibi_slopes": SLOPES,
+        "bias": randn(2, 2, 40, 50).bfloat16(),
+    },
     "seqused_q-seqused_k": {},
 }
 
@@ -281,13 +295,20 @@ def test_threads_compute_the_definition(features, tiling):
         used = (torch.tensor(x, dtype=torch.int32) for x in ([40, 17], [33, 50]))
         problem = replace(problem, lengths=Lengths(None, None, *used, 40, 50))
 
-    def by_definition(*tensors):
-        given = (problem.scale, features_of(tiling.traits), problem.inputs, problem.lengths)
-        out, lse, _ = definition(*tensors, *given)
+    more = [x for x in ("bias", "sinks") if f"{x}_tangent" in features]
+    moved = {x: getattr(dots.inputs, x).flip(-1) for x in more}
+    dots = replace(dots, inputs=replace(dots.inputs, **moved))
+
+    def by_definition(q, k, v, *tensors):
+        inputs = replace(problem.inputs, **dict(zip(more, tensors, strict=True)))
+        given = (problem.scale, features_of(tiling.traits), inputs, problem.lengths)
+        out, lse, _ = definition(q, k, v, *given)
         return out.transpose(1, 2), lse
 
-    primals, tangents = ([x.double() for x in (y.q, y.k, y.v)] for y in (problem, dots))
-    (out, lse), (out_dot, lse_dot) = jvp(by_definition, tuple(primals), tuple(tangents))
+    def tensors(of):
+        return tuple(x.double() for x in (of.q, of.k, of.v, *(getattr(of.inputs, name) for name in more)))
+
+    (out, lse), (out_dot, lse_dot) = jvp(by_definition, tensors(problem), tensors(dots))
     found = problem.tangents(tiling, dots)
     exists = lse.isfinite()  # threads also compute rows of a block beyond the sequence's end
     assert exists.any() and found.lse[exists].isfinite().all()
@@ -329,18 +350,25 @@ HOST = {
     "a scale of 0": ({}, {"softmax_scale": 0.0}),
     "packed": ({"varlen": True}, {}),
     "rows without an owner": ({}, {"seqused_q": int32(3, 5)}),
-    "no keys": ({"keys": 0}, {}),
+    "no keys": ({"keys": 0}, {"sinks": SINKS.repeat(2).bfloat16()}),
+    "a bias of one row, and sinks": ({}, {"bias": randn(1, 4, 1, 6).bfloat16(), "sinks": SINKS.repeat(2)}),
+    "a bias of all scores": ({"d": 59}, {"softmax_scale": -0.5, "bias": randn(2, 1, 5, 6).float()}),
 }
 
 
 def by_definition(given, traits):
     """Write the kernel's results, by the definition, to rows that sequences own."""
-    lengths = Lengths(*given.seqlens[:6])
+    lengths, names = Lengths(*given.seqlens[:6]), [x for x in ("bias", "sinks") if getattr(traits, x)]
 
-    def call(*tensors):
-        return definition(*tensors, given.softmax_scale, Features(traits.mask), ScoreInputs(), lengths)[:2]
+    def call(q, k, v, *more):
+        inputs = ScoreInputs(**dict(zip(names, more, strict=True)))
+        return definition(q, k, v, given.softmax_scale, Features(traits.mask), inputs, lengths)[:2]
 
-    tensors = ((given.mQ, given.mK, given.mV), (given.mQdot, given.mKdot, given.mVdot))
+    tensors = [[given.mQ, given.mK, given.mV], [given.mQdot, given.mKdot, given.mVdot]]
+    for name, (x, *dots) in zip(names, given.score_args[2:], strict=True):
+        assert len(dots) == getattr(traits, f"{name}_tangent")
+        for own, one in zip(tensors, (x, *dots) if dots else (x, torch.zeros_like(x)), strict=True):
+            own.append(one)
     (out, lse), (out_dot, lse_dot) = jvp(call, *(tuple(x.double() for x in own) for own in tensors))
     used = [None] * len(out) if lengths.seqused_q is None else lengths.seqused_q.tolist()
     for b, rows in enumerate(used):
@@ -384,9 +412,10 @@ def test_the_host(name, launched):
     if sizes["varlen"]:
         more |= {"cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k": int32(0, 3, 6)}
     call = Call(*given, **more)
-    for tangents in (dots, [dots[0], None, None], [None, None, dots[2]]):
-        found = with_tangents(call, [*tangents, None, None])
-        expected = torch.ops.cute_attn.jvp([*tangents, None, None], *call.values(ATTENTION))
+    more = [None if x is None else x.flip(-1) for x in (call.bias, call.sinks)]
+    for tangents in ([*dots, *more], [dots[0], *(None,) * 4], [None, None, dots[2], None, more[1]]):
+        found = with_tangents(call, tangents)
+        expected = torch.ops.cute_attn.jvp(tangents, *call.values(ATTENTION))
         for x, right in zip(found, expected, strict=True):
             assert x.dtype == right.dtype
             torch.testing.assert_close(x, right, atol=2e-2 if x.dtype != torch.float32 else 1e-5, rtol=1e-2)
@@ -396,7 +425,7 @@ def test_the_host(name, launched):
 
 HALF, BIAS = randn(1, 4, 2, 16).bfloat16(), torch.zeros(1, 2, 4, 4).bfloat16()
 REFUSED = """
-told({3: BIAS}, bias=BIAS) -> NotImplementedError: bias has a tangent; acc
+told({3: BIAS.float()}, bias=BIAS) -> ValueError: the tangent of bias is (1, 2, 4, 4), torch.float32
 told({0: HALF}, tile="tile_n=16") -> NotImplementedError: kernel or tile is given
 told({0: HALF.float()}) -> ValueError: the tangent of q is (1, 4, 2, 16), torch.float32
 told({1: HALF[:, :2]}) -> ValueError: the tangent of k is (1, 2, 2, 16)

@@ -193,7 +193,7 @@ class DualConsumer(Consumer):
         forward = super().main_loop(tile, uses)
         self.tangents.acc_o.fill(0.0)
         count = cute.size(self.tangents.acc_o_rows, mode=[0])
-        rows = RowTangents.make(count, self.params.softmax_scale)
+        rows = RowTangents.make(count, self.kernel.epilogues.tangent_scale(self.params.softmax_scale))
         return DualLoop(**vars(forward), tangents=self.tangents, s_vdot=self.s_vdot, rows=rows)
 
 
@@ -212,8 +212,10 @@ class DualResults:
         layout = cute.make_layout(len(loop.score_map.modes.rows))
         lse, lse_dot = (cute.make_rmem_tensor(layout, Float32) for _ in range(2))
         sinks, rescale = loop.sinks(self.params, thread), kernel.epilogues.rescale(loop.state)
+        score_map = kernel.score_map(thread)
+        sink_tangents = kernel.epilogues.sink_tangents_of_rows(self.params.score_args, tile.head, score_map)
         out = (value.acc_o_rows, tangent.acc_o_rows)
-        loop.rows.normalize(loop.softmax, out, (lse, lse_dot), rescale, sinks)
+        loop.rows.normalize(loop.softmax, out, (lse, lse_dot), rescale, sinks, sink_tangents)
         for m, found in ((self.outputs.value, lse), (self.outputs.tangent, lse_dot)):
             store_lse(m.mLSE, found, kernel.score_map(thread), tile, kernel.traits.varlen)
         s_o, lane = loop.storage.s_o[None, None, group], thread % WARPGROUP
