@@ -119,6 +119,20 @@ class Epilogue:
             f"epilogue {self.name!r} has no backward: a forward kernel can use it, no backward can"
         )
 
+    @classmethod
+    def with_tangents(cls, moved: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """The name of an epilogue for kernels of tangents that also takes those of a call's arguments.
+
+        Also returns those of the ``moved`` argument numbers on which scores depend. The epilogue has the same
+        arguments, then the tangents of these, whose last stride is 1. None if unsupported.
+        """
+        return None
+
+    @property
+    def tangents_may_be_nan(self) -> bool:
+        """True if :meth:`tangents` may leave NaN or infinity at hidden scores."""
+        return False
+
     @property
     def adds_tangents(self) -> bool:
         """True if tangents of a call's tensors are added by :meth:`tangents`."""

@@ -153,6 +153,10 @@ class EpilogueChain:
         """The factor that converts accumulators after :meth:`tangents` to tangents of scores."""
         return Float32(1.0) if self.adds_tangents else softmax_scale
 
+    def tangents_may_be_nan(self, masked: bool) -> bool:
+        """True if :meth:`tangents` may leave NaN or infinity at hidden scores. masked: if the mask was applied."""
+        return (masked and self.adds_tangents) or any(m.tangents_may_be_nan for m in self.modifiers)
+
     def fake_args(self) -> tuple:
         """The cap, then the fake arguments of mask, modifiers, dropout and sinks."""
         return (Float32(1.0), *(part.fake_args() for part in self._parts))

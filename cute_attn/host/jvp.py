@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import compiler
-from cute_attn.host import plans, record
+from cute_attn.host import epilogue_gradients, plans, record
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
@@ -49,8 +49,8 @@ def with_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tenso
     """out, lse and their tangents, on the current stream of q's device.
 
     Raises:
-        NotImplementedError: an epilogue's tensor has a tangent, or the call is fp32, has ``same_bits``, or names a
-            kernel or tile.
+        NotImplementedError: a tensor of an epilogue's class has a tangent, or the call is fp32, has ``same_bits``, or
+            names a kernel or tile.
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
     check(call)
@@ -64,6 +64,8 @@ def with_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tenso
             if sinks is not None:
                 lse_dot = torch.where(lse == -torch.inf, lse_dot, sinks[:, None])
             return out, lse, torch.zeros_like(out), lse_dot
+        if call.epilogues:
+            call = epilogue_gradients.with_tangents(call, tangents[len(DIFFERENTIABLE) :])
         moved = {"bias_tangent": bias is not None, "sinks_tangent": sinks is not None}
         key = ("jvp", call[NUM_TENSORS + 1 :], *moved.values(), *user_classes(call))
         plan = plans.plan(key, (*call[:NUM_TENSORS], *call.epilogue_tensors), lambda: _plan(call, moved))
@@ -90,10 +92,6 @@ def _check_tangents(call: Call, tangents: Tangents) -> None:
                 f"the tangent of {name} is {tuple(dot.shape)}, {dot.dtype} on {dot.device}; accepted: "
                 f"{tuple(x.shape)}, {x.dtype} on {x.device}"
             )
-    if any(dot is not None for dot in tangents[len(DIFFERENTIABLE) :]):
-        raise NotImplementedError(
-            f"a tensor of an epilogue has a tangent; accepted on CUDA: tangents of {', '.join(DIFFERENTIABLE)}"
-        )
 
 
 def _plan(call: Call, moved: dict[str, bool]) -> Plan:

@@ -219,7 +219,7 @@ def _key_block(
         for thread in cutlass.range(ctx.threads):
             _weigh(ctx, thread, block, scale, masked, partial)
         for thread in cutlass.range(ctx.threads):
-            _center(ctx, thread, block, scale)
+            _center(ctx, thread, block, scale, masked)
     else:
         for thread in cutlass.range(ctx.threads):
             _exponentiate(ctx, thread, block, masked)
@@ -366,7 +366,8 @@ def _weigh(
     dots = tile.of(ctx.score_map(thread).view(dot))
     chain.tangents(ctx.state, dots, saved)
     for r in cutlass.range_constexpr(len(rows)):
-        own = ctx.row_tangents(thread, len(rows), scale).sums(r, tile.acc, dots.acc, False)
+        guarded = chain.tangents_may_be_nan(masked)
+        own = ctx.row_tangents(thread, len(rows), scale).sums(r, tile.acc, dots.acc, guarded)
         for i in cutlass.range_constexpr(2):
             buffers.block_sums[rows[r], i] = buffers.block_sums[rows[r], i] + own[i]
     _copy(acc, ctx.part(buffers.exact_p, thread, block))
@@ -377,7 +378,7 @@ def _weigh(
 
 
 @cute.jit
-def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32):
+def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32, masked: Constexpr):
     """Turn a thread's S_dot into P (S_dot - center), in 16 bits."""
     chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
     acc, dot, half = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
@@ -390,7 +391,7 @@ def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32)
         row = rows[r]
         of_row = (buffers.block_sums[row, 0], buffers.block_sums[row, 1])
         tangents.set_center(r, of_row, buffers.unseen[row] != 0.0)
-        tangents.weigh(r, tile.acc, dots.acc, buffers.factors[row], False)
+        tangents.weigh(r, tile.acc, dots.acc, buffers.factors[row], chain.tangents_may_be_nan(masked))
     _copy(dot, half)
     chain.zero_dropped(chain.dropout_mask(ctx.state, tile), ctx.score_map(thread).view(half))
     _copy(half, ctx.part(buffers.dots, thread, block))

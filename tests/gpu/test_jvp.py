@@ -172,35 +172,46 @@ def test_jvp_jacfwd_and_vmap() -> None:
     torch.testing.assert_close(matrix.double() @ dot.double(), right.double(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_functions(masked: bool) -> None:
-    shapes = ((2, 4, 300, 64), (2, 2, 300, 64), (2, 2, 300, 64))
-    given, dots = (tuple(randn(*shape, seed=first + i) for i, shape in enumerate(shapes)) for first in (0, 3))
-    table = torch.rand(4, device="cuda")
-
+def score_mod_of(table: Tensor, distances: Tensor) -> Any:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.tanh(score * table[h]) + (i - j) * 0.01
+        return torch.tanh(score * table[h]) + distances[h, (i - j).clamp(-100, 100) + 100]
+
+    return score_mod
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "moved", "masked"),
+    [*((64, moved, masked) for moved in (3, 5) for masked in (False, True)), (128, 5, False), (192, 5, True)],
+)
+def test_functions(head_dim: int, moved: int, masked: bool) -> None:
+    """Tangents of q, k and v, or also of what a function captures."""
+    shapes = ((2, 4, 300, head_dim), (2, 2, 300, head_dim), (2, 2, 300, head_dim), (4,), (4, 201))
+    given, dots = (tuple(randn(*shape, seed=first + i) for i, shape in enumerate(shapes)) for first in (0, 5))
+    kept = given[moved:]
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & (i // 100 == j // 100)
 
     block_mask = create_block_mask(mask_mod, None, None, 300, 300) if masked else None  # type: ignore[arg-type]
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex.flex_attention(q, k, v, score_mod, block_mask=block_mask, enable_gqa=True)
+    def call(*tensors: Tensor) -> Tensor:
+        q, k, v, *captured = (*tensors, *kept)
+        return flex.flex_attention(q, k, v, score_mod_of(*captured), block_mask=block_mask, enable_gqa=True)
 
-    def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def by_definition(*tensors: Tensor) -> Tensor:
+        q, k, v, *captured = (*tensors, *(x.to(tensors[0].dtype) for x in kept))
         k, v = (x.repeat_interleave(2, 1) for x in (k, v))
         index = [torch.arange(n, device="cuda") for n in (2, 4, 300, 300)]
         b, h, i, j = (x.view([-1 if a == axis else 1 for a in range(4)]) for axis, x in enumerate(index))
-        s = score_mod((q @ k.transpose(-1, -2)) * 0.125, b, h, i, j)
+        s = score_mod_of(*captured)((q @ k.transpose(-1, -2)) * head_dim**-0.5, b, h, i, j)
         if masked:
             s = s.masked_fill(~mask_mod(b, h, i, j), -torch.inf)
         return (s.softmax(-1) @ v).to(q.dtype)
 
-    found = jvp(call, given, dots)
+    own = (given[:moved], dots[:moved])
+    found = jvp(call, *own)
     exact, plain = (
-        jvp(by_definition, *(tuple(x.to(dtype) for x in own) for own in (given, dots)))
+        jvp(by_definition, *(tuple(x.to(dtype) for x in some) for some in own))
         for dtype in (torch.float64, torch.float32)
     )
     for name, x, right, other in zip(("out", "out_dot"), found, exact, plain, strict=True):

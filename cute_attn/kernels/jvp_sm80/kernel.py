@@ -109,7 +109,7 @@ class DualLoop(MainLoop):
         stored.store_stats(softmax)
         dots = scores.of(self.by_rows(acc[1]))
         chain.tangents(self.state, dots, saved)
-        self.rows.advance(scores.acc, dots.acc, factors, unseen, masked and chain.adds_tangents)
+        self.rows.advance(scores.acc, dots.acc, factors, unseen, chain.tangents_may_be_nan(masked))
         for x in (self.acc_o_rows, self.acc_dot_rows):
             multiply_rows(x, factors)
         dropped = chain.dropout_mask(self.state, scores)

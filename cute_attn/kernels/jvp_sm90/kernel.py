@@ -161,9 +161,11 @@ class DualLoop(MainLoop):
         factors, row_max = self.thread.fragments.factors, self.softmax.row_max
         unseen = tuple(row_max[r] == -Float32.inf for r in range(0 if frozen else cute.size(row_max)))
         super().advance(scores, saved, masked, frozen)
-        self.kernel.epilogues.tangents(self.state, scores.dots, saved)
+        chain = self.kernel.epilogues
+        chain.tangents(self.state, scores.dots, saved)
         # Keys beyond the sequence may be NaN.
-        self.rows.advance(scores.acc, scores.dots.acc, None if frozen else factors, unseen, masked)
+        guarded = masked or chain.tangents_may_be_nan(masked)
+        self.rows.advance(scores.acc, scores.dots.acc, None if frozen else factors, unseen, guarded)
 
     @cute.jit
     def convert(self, scores: DualScores, acc_s: tuple) -> None:
