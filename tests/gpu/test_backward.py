@@ -58,6 +58,8 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_BARE},p_in_smem=true,tile_m=128,tile_n=64,num_stages_q=1,num_stages_do=1,num_stages_ds=1": D256,
         f"{_BARE},p_in_smem=true,dkv_transposed=true,tile_m=64,tile_n=96,num_stages_do=1": WHOLE_64S,
         f"{_BARE},p_in_smem=true,dkv_transposed=true,tile_m=64,tile_n=112,num_stages_ds=1,num_stages_do=1": WHOLE_64S,
+        "mask_warps=0,p_in_smem=true,dkv_transposed=true,dq_bulk=true,tile_m=64,tile_n=96,num_stages_ds=1": WHOLE_64S,
+        "mask_warps=0,p_in_smem=true,dq_bulk=true,tile_m=64,tile_n=64": D256,
         "dq_bulk=true,mask_warps=0": D256,
         "dq_bulk=true,mask_warps=0,tile_m=64,num_stages_do=1": D256,
         f"{_BARE},tile_m=64": (),

@@ -17,6 +17,7 @@ from tests.problem import Case, Problem
 
 ARCHS = runnable_archs()
 D256 = ("causal-d256",)
+OVER_D80 = ("causal-d96", "causal-d128", "causal-d256")
 EPILOGUES_OF_A_HEAD = ("dropout-causal", "everything-causal-dropout", "everything-window-mem_efficient")
 TILES: dict[str, dict[str, tuple[str, ...]]] = {
     "sm80": {
@@ -36,6 +37,8 @@ TILES: dict[str, dict[str, tuple[str, ...]]] = {
         "tile_m=128,tile_n=96,num_stages=3,speculative=true": D256,
         "tile_m=128,tile_n=64,share_qo_smem=true": (),
         "tile_m=192,tile_n=32,speculative=false": D256,
+        "tile_m=256,tile_n=64,num_stages=4,speculative=true": OVER_D80,
+        "tile_m=256,tile_n=32,rescale_threshold=8,pack_heads=2": (*OVER_D80[1:], *EPILOGUES_OF_A_HEAD),
         "tile_m=128,tile_n=64,pack_heads=2": EPILOGUES_OF_A_HEAD,
         "tile_m=64,tile_n=64,pack_heads=4": EPILOGUES_OF_A_HEAD,
         "tile_m=64,tile_n=32,num_stages=1,bias_stages=0,share_qo_smem=true,blocks_per_sm=2": D256,
