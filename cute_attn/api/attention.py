@@ -85,7 +85,7 @@ def attention(
 
     out and lse are differentiable in q, k, v, bias, sinks and tensors that functions capture; on the CPU also in slopes
     and in epilogues' tensors. Forward-mode derivatives (``torch.func.jvp``, ``torch.autograd.forward_ad``) follow
-    tangents of q, k and v, on the CPU also of the other tensors; docs/features.md lists calls that do not support them.
+    tangents of the same tensors except slopes; docs/features.md lists calls that do not support them.
     Second derivatives are computed by the definition, in blocks of scores.
 
     Parameters
@@ -199,8 +199,8 @@ def attention(
     Unsupported
         No kernel supports the call; a ValueError that gives each kernel's reason.
     NotImplementedError
-        On CUDA, the slopes or an epilogue's tensor require a gradient that kernels do not compute, or a tensor other
-        than q, k and v has a tangent.
+        On CUDA, the slopes or an epilogue's tensor require a gradient that kernels do not compute. The slopes have a
+        tangent, or on CUDA a tensor of an epilogue's class has one.
     """
     tensors = (q, k, v, None, None, None, seqused_k, alibi_slopes, bias, sinks, rng_state)
     options = (

@@ -139,7 +139,7 @@ class RowTangents:
         sinks: Constexpr,
         sink_tangents: Constexpr,
     ):
-        """(lse_dot, lse_dot - center) of row r; of keys, lse_dot is 0 if the row has seen none.
+        """(lse_dot, lse_dot - center) of row r; lse_dot is that of the sink if the row has seen no key, or 0.
 
         Args:
             row_sum, total: sums reduced over the lanes of the row.
