@@ -416,9 +416,9 @@ def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
 
     The number of columns must be one that two warpgroups can read as values from the keys' swizzle atoms.
     """
-    if k_cache is None or v_cache is None or k_cache.shape[-1] <= LARGE_HEAD_DIM:
+    if k_cache is None or v_cache is None or not (k_cache.dim() and v_cache.dim()):  # the checks refuse them
         return False
-    if not is_latent_dim(v_cache.shape[-1]):
+    if k_cache.shape[-1] <= LARGE_HEAD_DIM or not is_latent_dim(v_cache.shape[-1]):
         return False
     return is_first_columns(v_cache, k_cache)
 

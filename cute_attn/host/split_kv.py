@@ -10,7 +10,6 @@ lengths and tables.
 
 import math
 import warnings
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,16 +21,17 @@ from cute_attn.compiler import registry
 from cute_attn.epilogues.names import are_functions
 from cute_attn.host import plans, record
 from cute_attn.host.call import Call
-from cute_attn.host.checks import KERNEL_DTYPES, MAX_ROWS, check_count, check_query_blocks
+from cute_attn.host.checks import (
+    KERNEL_DTYPES,
+    MAX_ROWS,
+    check_append_for_kernels,
+    check_attention,
+    check_count,
+    check_query_blocks,
+)
 from cute_attn.host.choose import check_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.memory import (
-    Tensors,
-    all_plain,
-    clear_owned,
-    contiguous_strides,
-    on_device,
-)
+from cute_attn.host.memory import clear_owned, contiguous_strides, on_device
 from cute_attn.host.plans import Plan
 from cute_attn.host.record import Layout
 from cute_attn.tiles import padded
@@ -176,22 +176,17 @@ def launch(
 # ---- plans by metadata ----
 
 
-def _key_and_tensors(call: Call) -> tuple[Hashable, Tensors]:
-    """The key and tensors by which :mod:`cute_attn.host.plans` finds a call."""
+def plan_of(call: Call) -> Plan:
+    """The plan of a call, kept under its metadata."""
+
+    def make() -> Plan:
+        check_attention(call)
+        check_append_for_kernels(call)
+        return make_plan(call)
+
     tensors, options = call.metadata()
-    tensors = (*tensors, *call.epilogue_tensors)
-    return ("kvcache", options, call.latent, *user_classes(call, "kvcache")), tensors
-
-
-def known_plan(call: Call) -> Plan | None:
-    """The plan of an earlier call with this metadata, or None. Only calls of plain tensors have one."""
-    key, tensors = _key_and_tensors(call)
-    return plans.known_plan(key, tensors) if all_plain(tensors) else None
-
-
-def plan_for(call: Call) -> Plan:
-    """The plan of a checked call, kept under its metadata."""
-    return plans.plan(*_key_and_tensors(call), lambda: make_plan(call))
+    key = ("kvcache", options, call.latent, *user_classes(call, "kvcache"))
+    return plans.plan(key, (*tensors, *call.epilogue_tensors), make)
 
 
 def make_plan(call: Call) -> Plan:
