@@ -34,6 +34,10 @@ class Compiled(NamedTuple):
     kernel: Any
 
     @property
+    def traits(self) -> Any:
+        return self.kernel.traits
+
+    @property
     def tile(self) -> Any:
         return self.kernel.tile
 
