@@ -38,10 +38,8 @@ PYTORCHS = "pytorch"
 
 def pytorchs_precision() -> str:
     """The current precision of PyTorch's fp32 matrix products on CUDA, as the traits name it."""
-    flags = torch.backends.cuda.matmul
-    if hasattr(flags, "fp32_precision"):  # the other name raises where this one has been set
-        return "tf32" if flags.fp32_precision == "tf32" else ""
-    return "tf32" if flags.allow_tf32 else ""
+    # allow_tf32 raises where this name of the setting has been set.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else ""
 
 
 _ABSENT: Any = None
