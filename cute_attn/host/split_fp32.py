@@ -13,7 +13,6 @@ from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import Call
 from cute_attn.host.checks import check_query_blocks
-from cute_attn.host.memory import as_strided, contiguous_strides
 from cute_attn.host.padding import MAX_ROWS
 from cute_attn.host.plans import Plan
 from cute_attn.tiles import padded
@@ -73,15 +72,8 @@ def launch_forward(plan: Plan, arguments: dict[str, Any]) -> None:
     """
     (k, v), scales = split(plan.functions["split"], [arguments[name] for name in ("mQ", "mK", "mV")])
     arguments = {**arguments, "mScales": scales}
-    record.launch(*plan.functions["main"].bind(**{**arguments, "mK": as_rows(k), "mV": as_rows(v)}))
+    record.launch(*plan.functions["main"].bind(**{**arguments, "mK": k.flatten(-2), "mV": v.flatten(-2)}))
     record.launch(*plan.functions["fallback"].bind(**arguments))
-
-
-def as_rows(terms: Tensor) -> Tensor:
-    """A view of (..., terms, dim) as (..., terms * dim)."""
-    *outer, count, dim = terms.shape
-    shape = (*outer, count * dim)
-    return as_strided(terms, shape, contiguous_strides(shape))
 
 
 def both_kernels(call: Call, kernel: Any, target: str) -> tuple[Any, ...] | None:

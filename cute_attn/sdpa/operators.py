@@ -33,11 +33,6 @@ from cute_attn.sdpa.calls import Request, _is_capturing, request_of, why_not, wh
 # ---- inputs as kernels read them ----
 
 
-def _readable(x: Tensor) -> Tensor:
-    """``x``, perhaps with other strides in dimensions of size 1; a copy if kernels cannot read its memory."""
-    return record.readable(regular(x))
-
-
 def _narrow_bias(bias: Tensor) -> Tensor:
     """A bias whose dimensions of stride 0, except the last, are shrunk to size 1, which is faster for kernels."""
     dims = list(zip(bias.shape, bias.stride(), strict=True))
@@ -47,7 +42,7 @@ def _narrow_bias(bias: Tensor) -> Tensor:
 
 def _for_kernels(call: Call, *, bias_gradient: bool = False) -> Call:
     """The call of tensors that kernels can read. bias_gradient: keep the bias's shape for its gradient."""
-    q, k, v = map(_readable, call[:3])
+    q, k, v = (record.readable(regular(x)) for x in call[:3])
     bias = call.bias
     if bias is not None:
         bias = last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
@@ -286,11 +281,6 @@ def _asked(backend: str, given: Any, bias: Tensor | None = None, *, learns: bool
     return request_of(backend, Call(q, k, v, bias=bias), **options, learns=learns)
 
 
-def _lengths(request: Request) -> tuple[int, int]:
-    """PyTorch's outputs max_q and max_k."""
-    return request.call.max_seqlen_q, request.call.max_seqlen_k
-
-
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
     """Uninitialized tensors on ``like``'s device. kinds: for each tensor a shape, strides and a dtype."""
     with on_device(like.get_device()):
@@ -336,13 +326,10 @@ def _flash_state(found: Results) -> Sequence[Tensor]:
     if state is None:
         return _fresh(out, _TWO_WORDS, _WORD, ((0,), (1,), out.dtype))
     unused, debug = _fresh(out, _WORD, ((0,), (1,), out.dtype))
-    return state.view(torch.uint64), unused, debug if found.softmax is None else _debug_mask(found.softmax)
-
-
-def _debug_mask(softmax: Tensor) -> Tensor:
-    """The softmax padded with zeros, so that its last two sizes are multiples of 128."""
-    rows, keys = softmax.shape[2:]
-    return F.pad(softmax, (0, -keys % 128, 0, -rows % 128))
+    if found.softmax is not None:  # padded with zeros to multiples of 128 queries and keys
+        rows, keys = found.softmax.shape[2:]
+        debug = F.pad(found.softmax, (0, -keys % 128, 0, -rows % 128))
+    return state.view(torch.uint64), unused, debug
 
 
 # ---- PyTorch's operators: each returns its outputs, or the reason why not ----
@@ -383,11 +370,11 @@ def _signature(name: str) -> inspect.Signature:
 
 @_of("flash", "_scaled_dot_product_flash_attention")
 def flash_forward(options: Options, given: Any) -> tuple | str:
-    request = _asked("flash", given)
-    found = forward(request, options, return_softmax=given.return_debug_mask)
+    found = forward(_asked("flash", given), options, return_softmax=given.return_debug_mask)
     if isinstance(found, str):
         return found
-    return found.out, found.lse, None, None, *_lengths(request), *_flash_state(found)
+    longest = given.query.shape[2], given.key.shape[2]
+    return found.out, found.lse, None, None, *longest, *_flash_state(found)
 
 
 @_of("flash", "_scaled_dot_product_flash_attention_backward")
@@ -439,7 +426,8 @@ def cudnn_forward(options: Options, given: Any) -> tuple | str:
     found = forward(request, options)
     if isinstance(found, str):
         return found
-    return found.out, found.lse.unsqueeze(-1), None, None, *_lengths(request), *_numbers(found), None
+    longest = given.query.shape[2], given.key.shape[2]
+    return found.out, found.lse.unsqueeze(-1), None, None, *longest, *_numbers(found), None
 
 
 @_of("cudnn", "_scaled_dot_product_cudnn_attention_backward")
