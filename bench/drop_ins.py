@@ -160,11 +160,10 @@ ROWS: dict[str, Attention | Training] = {
 def all_served() -> Iterator[None]:
     """Nothing is declined for being slower."""
     from cute_attn.host import plans
-    from cute_attn.sdpa import calls, slower
+    from cute_attn.sdpa import slower
 
     def decline(rows: tuple[slower.Row, ...]) -> None:
         slower.ROWS = rows
-        calls.why_not.cache_clear()
         plans.forget()
 
     rows = slower.ROWS

@@ -47,8 +47,8 @@ class Panel:
     shape: tuple[int, int]
     unit: tuple[float, float]
     axes: tuple[str, str]
-    ticks: tuple[int, int] = (1, 1)
-    rules: tuple[int, int] = (0, 0)
+    ticks: tuple[int, int]
+    rules: tuple[int, int]
 
     @property
     def height(self) -> float:
@@ -162,34 +162,17 @@ def _draw_panel(axes: Any, collections: Any, panel: Panel, left: float, top: flo
         w, h = cell.width * unit_w, cell.height * unit_h
         corners.append([(x, y), (x + w, y), (x + w, y + h), (x, y + h)])
         if cell.label:
-            size = _fit(cell.label, w, h)
-            axes.text(
-                x + w / 2,
-                y + h / 2,
-                cell.label,
-                fontsize=size,
-                color=INK,
-                ha="center",
-                va="center",
-                linespacing=1.05,
-            )
+            style = {"fontsize": _fit(cell.label, w, h), "color": INK, "linespacing": 1.05}
+            axes.text(x + w / 2, y + h / 2, cell.label, ha="center", va="center", **style)
     colors = [cell.color for cell in panel.cells]
     axes.add_collection(
         collections.PolyCollection(corners, facecolors=colors, edgecolors="white", linewidths=0.6)
     )
 
     right, bottom = left + cols * unit_w, top + rows * unit_h
-    lines = [[(left, top), (right, top)], [(left, bottom), (right, bottom)], [(left, top), (left, bottom)]]
-    lines.append([(right, top), (right, bottom)])
-    rule_rows, rule_cols = panel.rules
-    if rule_rows:
-        lines += [
-            [(left, top + i * unit_h), (right, top + i * unit_h)] for i in range(rule_rows, rows, rule_rows)
-        ]
-    if rule_cols:
-        lines += [
-            [(left + i * unit_w, top), (left + i * unit_w, bottom)] for i in range(rule_cols, cols, rule_cols)
-        ]
+    ys = [top + i * unit_h for i in (*range(0, rows, panel.rules[0]), rows)]
+    xs = [left + i * unit_w for i in (*range(0, cols, panel.rules[1]), cols)]
+    lines = [[(left, y), (right, y)] for y in ys] + [[(x, top), (x, bottom)] for x in xs]
     axes.add_collection(collections.LineCollection(lines, colors=RULE, linewidths=0.9))
 
     style = {"fontsize": 6.4, "color": FAINT}

@@ -270,7 +270,6 @@ def _thread_tint(thread: int) -> Color:
 
 
 def _warp_strips(panels: Sequence[Panel | None]) -> list[tuple[str, list[Color]]]:
-    """A strip for each warp in the panels."""
     threads = {int(cell.label[1:].split()[0]) for panel in panels if panel for cell in panel.cells}
     return [
         (f"warp {warp}, lanes 0-31", [_thread_tint(_WARP * warp + lane) for lane in range(_WARP)])

@@ -72,7 +72,7 @@ def calls():
         forward.plan_of(call._replace(mask=""))
     cache = Call(q, k_cache=q, v_cache=q, max_seqlen_q=200, max_seqlen_k=200)
     with sentence("cache not bundled"):
-        split_kv.plan_for(cache)
+        split_kv.plan_of(cache)
 
 
 def on_a_gpu(*shape, dtype=BF16):

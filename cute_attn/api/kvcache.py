@@ -30,7 +30,6 @@ from cute_attn.host.call import (
 )
 from cute_attn.host.checks import (
     MAX_SEQLEN,
-    check_append_for_kernels,
     check_attention,
     check_cache_addresses,
     check_out,
@@ -44,6 +43,7 @@ from cute_attn.host.dispatch import refuse_derivatives
 from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import (
     Tensors,
+    all_plain,
     has_memory,
     is_lazy,
     is_readable,
@@ -51,8 +51,8 @@ from cute_attn.host.memory import (
     on_device,
     write_owned,
 )
-from cute_attn.host.plans import Plan, no_dispatch_mode
-from cute_attn.host.split_kv import MAX_PARTIALS, empty_maxima, known_plan, plan_for
+from cute_attn.host.plans import no_dispatch_mode
+from cute_attn.host.split_kv import MAX_PARTIALS, empty_maxima, plan_of
 from cute_attn.host.split_kv import launch as launch_attention
 from cute_attn.host.values import (
     check_dense,
@@ -318,29 +318,26 @@ def _attend(
         epilogue_numbers=epilogue_numbers,
         precision=_precision(q),
     )
-    # On CUDA a call of known metadata is checked already.
-    plan = known_plan(call) if q.is_cuda and no_dispatch_mode() else None
-    if plan is None:
-        check_tensors(call, ("q", "k_cache", "v_cache"))
-        if q.device.type == "cpu" and (call.kernel or call.tile):
-            check_words(call.kernel, kvcache=call.tile)
-        for name in ("k_cache", "v_cache") if call.k is not None else ():
-            check_writable(name, getattr(call, name))
-        call = call.materialized()
+    check_tensors(call, ("q", "k_cache", "v_cache"))
+    if q.device.type == "cpu" and (call.kernel or call.tile):
+        check_words(call.kernel, kvcache=call.tile)
+    for name in ("k_cache", "v_cache") if call.k is not None else ():
+        check_writable(name, getattr(call, name))
+    call = call.materialized()
     refuse_derivatives(call.tensors(), "attention_with_kvcache")
     # Shapes are compared with out's below; while a compiler traces, the operator checks.
-    if check_lengths or (out is not None and plan is None and no_dispatch_mode()):
+    if check_lengths or (out is not None and no_dispatch_mode()):
         check_attention(call)
     if check_lengths:
         _check_lengths(call)
     if out is not None:
         check_out(call, out)
-    if plan is None:
+    if q.is_cuda and no_dispatch_mode() and all_plain([x for _, x in call.tensors()]):
+        direct = out if out is not None and _is_written_directly(out, call.alignment) else None
+        found, lse, aux = attend(call, direct)
+    else:
         call = call._replace(epilogues=with_texts(call.epilogues))
         found, lse, aux = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
-    else:
-        direct = out if out is not None and _is_written_directly(out, call.alignment) else None
-        found, lse, aux = attend(call, plan, direct)
     if out is not None and found is not out:
         found = write_owned(out, found, cu_seqlens_q)
         record.also()
@@ -408,17 +405,13 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = _call_of(arguments)
     if call.q.dtype == torch.float32:
         call = call._replace(precision=pytorchs_precision())
-    plan = known_plan(call)
-    if plan is None:
-        check_attention(call)
-        check_append_for_kernels(call)
-        plan = plan_for(call)
-    out, lse, aux = attend(call, plan)
+    out, lse, aux = attend(call)
     return out, lse, nothing(out) if aux is None else aux
 
 
-def attend(call: Call, plan: Plan, out: Tensor | None = None) -> Outputs:
-    """Launch the kernels of a checked call; out: None, or memory that kernels can write directly."""
+def attend(call: Call, out: Tensor | None = None) -> Outputs:
+    """Plan a call and launch its kernels; out: None, or memory that kernels can write directly."""
+    plan = plan_of(call)
     check_cache_addresses(call)
     call = call.with_positive_scale()
     q = call.q

@@ -180,7 +180,6 @@ def _dependent(output: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
 
 
 def call_of(arguments: tuple) -> Call:
-    """The call of an operator's arguments."""
     values: Any = (tuple(x) if isinstance(x, list) else x for x in _with_list(arguments))
     call = Call(*values).resolved()
     return call._replace(epilogues=without_texts(call.epilogues)) if call.epilogues else call

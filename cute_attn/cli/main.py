@@ -119,10 +119,8 @@ def load(
     verbose: options.Verbose = False,
 ) -> None:
     options.set_pager(pager)
-    if files:
-        _file(
-            files[0]
-        )  # refused before the DSL is loaded; the others may need what the first makes importable
+    if files:  # the first is refused before the DSL is loaded; the others may need what it makes importable
+        _file(files[0])
         options.import_kernels()
     for file in files or ():
         _load(file)

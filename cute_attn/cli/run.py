@@ -236,9 +236,11 @@ def table(rows: list[Any], seconds: float) -> Table:
 
 
 def summary(rows: list[Any], program: str, seconds: float, gains: list[float]) -> dict[str, Any]:
-    """The table and the machine, for JSON."""
+    """The table, the machine, and the kernels that calls needed, for :func:`cute_attn.lab.bundles.like`, for JSON."""
     torch: Any = sys.modules.get("torch")
     started = torch is not None and torch.cuda.is_initialized()
+    compiled = sys.modules.get("cute_attn.compiler.compiled")
+    kernels = [] if compiled is None else compiled.loaded_kernels()
     return {
         "program": program,
         "seconds": seconds,
@@ -248,12 +250,5 @@ def summary(rows: list[Any], program: str, seconds: float, gains: list[float]) -
         "torch": None if torch is None else torch.__version__,
         "cute_attn": cute_attn.__version__,
         "rows": [row.as_dict() for row in rows],
-        "kernels": kernels(),
+        "kernels": [{"name": x.name, "tile": x.tile.text, "target": x.target} for x in kernels],
     }
-
-
-def kernels() -> list[dict[str, str]]:
-    """Name, tile and target of each kernel that the program's calls needed, for :func:`cute_attn.lab.bundles.like`."""
-    compiled = sys.modules.get("cute_attn.compiler.compiled")
-    loaded = [] if compiled is None else compiled.loaded_kernels()
-    return [{"name": one.name, "tile": one.tile.text, "target": one.target} for one in loaded]

@@ -125,7 +125,6 @@ def package_sources() -> str:
 
 
 def _class_of(x: Any) -> type:
-    """``x`` if it is a class, else its class."""
     return x if isinstance(x, type) else type(x)
 
 

@@ -384,7 +384,6 @@ def moved_to_step(
 
 
 def unswizzled(layout: Any) -> cute.Layout:
-    """The layout without its swizzle."""
     return layout.outer if isinstance(layout, cute.ComposedLayout) else layout
 
 

@@ -71,11 +71,9 @@ class Pipeline:
         return (n // self.num_stages) & 1
 
     def full_barrier(self, n: Int32) -> cute.Pointer:
-        """The full barrier of use n."""
         return self.barriers + self.stage(n)
 
     def empty_barrier(self, n: Int32) -> cute.Pointer:
-        """The empty barrier of use n."""
         return self.barriers + self.num_stages + self.stage(n)
 
     @cute.jit

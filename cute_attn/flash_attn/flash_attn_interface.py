@@ -24,7 +24,7 @@ from the scores in FlashAttention-2's documentation.
 Libraries for long sequences import private names: see :mod:`~cute_attn.flash_attn.operators`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -79,8 +79,7 @@ def flash_attn_func(
         As :func:`cute_attn.attention`.
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
-    return _repeat((q, k, v), (), options)
+    return _repeat((q, k, v), (), scores, (dropout_p, deterministic, return_attn_probs))
 
 
 def flash_attn_kvpacked_func(
@@ -90,8 +89,7 @@ def flash_attn_kvpacked_func(
 ) -> Result:  # fmt: skip
     """:func:`flash_attn_func` with k and v in one tensor kv (batch, seqlen_k, 2, nheads_k, head_dim)."""
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
-    return _repeat((q, kv), (), options)
+    return _repeat((q, kv), (), scores, (dropout_p, deterministic, return_attn_probs))
 
 
 def flash_attn_qkvpacked_func(
@@ -101,8 +99,7 @@ def flash_attn_qkvpacked_func(
 ) -> Result:  # fmt: skip
     """:func:`flash_attn_func` with q, k and v in one tensor qkv (batch, seqlen, 3, nheads, head_dim)."""
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
-    return _repeat((qkv,), (), options)
+    return _repeat((qkv,), (), scores, (dropout_p, deterministic, return_attn_probs))
 
 
 def flash_attn_varlen_func(
@@ -130,9 +127,8 @@ def flash_attn_varlen_func(
         :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     """
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _repeat((q, k, v), lengths, options, block_table)
+    return _repeat((q, k, v), lengths, scores, (dropout_p, deterministic, return_attn_probs), block_table)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -143,9 +139,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, nheads_k, head_dim)."""
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _repeat((q, kv), lengths, options)
+    return _repeat((q, kv), lengths, scores, (dropout_p, deterministic, return_attn_probs))
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -155,8 +150,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, nheads, head_dim)."""
     scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options = _Options(scores, dropout_p, deterministic, return_attn_probs)
-    return _repeat((qkv,), (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), options)
+    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return _repeat((qkv,), lengths, scores, (dropout_p, deterministic, return_attn_probs))
 
 
 def flash_attn_with_kvcache(
@@ -226,36 +221,27 @@ def flash_attn_with_kvcache(
     return plans.repeat(options, (*given, cache_seqlens), call)
 
 
-class _Options(NamedTuple):
-    """Arguments that all functions except :func:`flash_attn_with_kvcache` have."""
-
-    scores: Scores
-    dropout_p: float
-    deterministic: bool
-    return_attn_probs: bool
-
-
 def _repeat(
     tensors: tuple[Tensor, ...],
     lengths: tuple[Any, ...],
-    options: _Options,
+    scores: Scores,
+    options: tuple[float, bool, bool],
     block_table: Tensor | None = None,
 ) -> Result:
     """The result of a call, from a record if the call repeats an earlier one.
 
-    tensors: q, k and v, or packed qkv, or q and kv; lengths: as for :func:`_attend`, or () for batches.
+    Args:
+        tensors: q, k and v, or packed qkv, or q and kv.
+        lengths: both cu_seqlens and both max_seqlens of packed sequences, or () for batches.
+        options: dropout_p, deterministic and return_attn_probs.
     """
-    scores, *others = options
     *numbers, slopes = scores
     given = (*tensors, slopes, block_table, *lengths[:2])
 
     def call() -> Result:
-        q, k, v = _parts(tensors, packed=bool(lengths))
-        if block_table is not None:
-            return _attend_pages((q, k, v), lengths, block_table, options)
-        return _attend((q, k, v), lengths or None, options)
+        return _attend(_parts(tensors, packed=bool(lengths)), lengths or None, scores, options, block_table)
 
-    repeated = ("flash_attn", *numbers, *others, *lengths[2:])
+    repeated = ("flash_attn", *numbers, *options, *lengths[2:])
     return plans.repeat(repeated, given, call) if plans.may_repeat(repeated, tensors[0]) else call()
 
 
@@ -267,34 +253,24 @@ def _parts(tensors: tuple[Tensor, ...], *, packed: bool) -> tuple[Tensor, ...]:
     return (tensors[0], *unpack("kv", tensors[1], dims, 2)) if len(tensors) == 2 else tensors
 
 
-def _attend(tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, options: _Options) -> Result:
-    """The result of a call that repeats no recorded one.
-
-    tensors: q, k and v. lengths: both cu_seqlens and both max_seqlens of packed sequences, or None.
-    """
-    dropout_p, probs = probability(options.dropout_p), flag("return_attn_probs", options.return_attn_probs)
-    arguments = {
-        "dropout_p": dropout_p,
-        "deterministic": flag("deterministic", options.deterministic),
-        "return_lse": probs,
-        "return_softmax": bool(probs and dropout_p),
-    }
-    door = _DOORS[lengths is not None]
-    out, *others = attend(door, tensors, lengths, options.scores, arguments, dropout_p=options.dropout_p)
+def _attend(
+    tensors: tuple[Tensor, ...],
+    lengths: Any,
+    scores: Scores,
+    options: tuple[float, bool, bool],
+    block_table: Tensor | None,
+) -> Result:
+    """The result of a call that repeats no recorded one. tensors: q, k and v; lengths: None for batches."""
+    dropout_p, *flags = options
+    deterministic, probs = map(flag, ("deterministic", "return_attn_probs"), flags)
+    door = "flash_attn.flash_attn_func" if lengths is None else "flash_attn.flash_attn_varlen_func"
+    if block_table is not None:
+        out, lse = attend_pages(door, tensors, lengths, block_table, scores, dropout_p, probs)
+        return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))
+    drops = probability(dropout_p)
+    arguments = {"dropout_p": drops, "deterministic": deterministic, "return_lse": probs}
+    arguments["return_softmax"] = bool(probs and drops)
+    out, *others = attend(door, tensors, lengths, scores, arguments, dropout_p=dropout_p)
     if not probs:
         return out
-    return out, plus_infinity(others[0]), others[1] if dropout_p else out.new_empty(0)
-
-
-_DOORS = ("flash_attn.flash_attn_func", "flash_attn.flash_attn_varlen_func")
-
-
-def _attend_pages(
-    tensors: tuple[Tensor, ...], lengths: tuple[Any, ...], block_table: Tensor, options: _Options
-) -> Result:
-    """The result of a call with packed queries and paged keys."""
-    flag("deterministic", options.deterministic)
-    probs = flag("return_attn_probs", options.return_attn_probs)
-    given = (tensors, lengths, block_table, options.scores, options.dropout_p, probs)
-    out, lse = attend_pages(_DOORS[True], *given)
-    return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))
+    return out, plus_infinity(others[0]), others[1] if drops else out.new_empty(0)

@@ -314,7 +314,6 @@ class _InMemory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, result: Tensor) -> Tensor:
-        """Copy the result to ``memory``, and return ``memory``."""
         memory.copy_(result)
         ctx.mark_dirty(memory)
         return memory

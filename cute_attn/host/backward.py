@@ -53,10 +53,8 @@ from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import l2_bytes, multiprocessors
 from cute_attn.host.forward import may_read
 from cute_attn.host.memory import as_strided, contiguous_strides, is_aligned, on_device
-from cute_attn.host.padding import Copies
 from cute_attn.host.plans import Plan
-from cute_attn.host.split_fp32 import MAX_ROWS as MAX_SPLIT_ROWS
-from cute_attn.host.split_fp32 import SplitLauncher, can_split
+from cute_attn.host.split_fp32 import can_split, split
 from cute_attn.tiles import padded
 from cute_attn.tiles.backward import COUNTERS
 from cute_attn.traits import PARTS, Traits
@@ -110,16 +108,16 @@ class Division(NamedTuple):
 
     Attributes:
         shapes: shapes of dq, dk and dv as the kernels write them; dk and dv have k's heads times ``head_splits``.
+        workspace: see :func:`workspace_of`.
         num_splits, split_stride, multiprocessors: see ``cute_attn.work.key_tiles.BackwardSchedule``.
     """
 
     shapes: tuple[tuple[int, ...], ...]
-    workspace: "Workspace"
+    workspace: tuple[tuple[int, ...], ...]
     bias: "BiasGradient | None"
     num_splits: int
     split_stride: int
     multiprocessors: int
-    split: SplitLauncher | None
 
 
 def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
@@ -136,7 +134,7 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     """Check a call and choose its kernels. A plan without a main kernel computes nothing.
 
     The plan's functions are ``preprocess``, ``main`` and, for dq unless the main kernel stores it, ``convert``; with
-    terms also ``fallback``. If kernels cannot read q, k or v in place, they are ``pad`` and ``unpad`` instead.
+    terms also ``split`` and ``fallback``. They are ``pad`` and ``unpad`` if kernels cannot read q, k or v in place.
     """
     check(call)
     check_for_kernels(call)
@@ -187,18 +185,15 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
         }
         if needed[0] and not direct:
             functions["convert"] = compiler.compile(*wanted[2], target)
-        split = None
         if getattr(tile, "in_terms", False):
-            split = SplitLauncher.of(traits, "backward_split", target)
-            functions["fallback"] = compiler.compile(*wanted[-1], target)
+            for name, one in zip(("split", "fallback"), wanted[-2:], strict=True):
+                functions[name] = compiler.compile(*one, target)
     shapes = [tuple(x.shape) for x in call[:3]]
     shapes[1:] = [(*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]]
     turns = tile.cluster if in_order else 0
-    space = Workspace.of(call, tile.tile_m, padded(traits.head_dim), accumulators, turns)
-    stride = space.dq[1][0] if accumulators > 1 else 0
-    return Plan(
-        kernel, functions, Division(tuple(shapes), space, bias, num_splits, stride, processors, split)
-    )
+    workspace = workspace_of(call, tile.tile_m, padded(traits.head_dim), accumulators, turns)
+    stride = math.prod(workspace[2][1:]) if accumulators > 1 else 0
+    return Plan(kernel, functions, Division(tuple(shapes), workspace, bias, num_splits, stride, processors))
 
 
 def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
@@ -226,7 +221,7 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
 
 def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int, in_l2: int) -> int:
     """Number of dQ accumulators: chosen for key blocks that add in order, otherwise one per split of the key blocks."""
-    shape, *_ = Workspace.of(call, tile.tile_m, padded(head_dim), 1).dq
+    _, _, shape, _ = workspace_of(call, tile.tile_m, padded(head_dim), 1)
     if call.same_bits:  # the same number whatever the shapes; 2 take up to a sixth longer
         return 1
     blocks, heads = -(-call.longest[1] // tile.tile_n), heads_dkv * call.batch
@@ -245,44 +240,27 @@ def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processo
     return key_splits(blocks, heads, processors, steps, accumulator_bytes, heads_dkv * packed)
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """One fp32 allocation: shape, strides and first element of each tensor in it.
+def workspace_of(
+    call: Call, tile_m: int, head_dim_padded: int, accumulators: int, turns: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the fp32 workspace of a call, with rows padded to whole blocks of tile_m, for each sequence if varlen.
 
-    Attributes:
-        size: elements of the allocation.
+    turns: number of counters per query block and accumulator.
+
+    Returns:
         lse_log2, minus_d: (batch, nheads, rows), varlen (nheads, rows).
         dq: (accumulators, batch, nheads, rows * head_dim), varlen without the batch.
         counters: (counters,).
     """
-
-    size: int
-    lse_log2: tuple[tuple[int, ...], tuple[int, ...], int]
-    minus_d: tuple[tuple[int, ...], tuple[int, ...], int]
-    dq: tuple[tuple[int, ...], tuple[int, ...], int]
-    counters: tuple[tuple[int, ...], tuple[int, ...], int]
-
-    @staticmethod
-    def of(call: Call, tile_m: int, head_dim_padded: int, accumulators: int, turns: int = 0) -> "Workspace":
-        """The workspace of a call, with rows padded to whole blocks of tile_m, for each sequence if varlen.
-
-        turns: number of counters per query block and accumulator.
-        """
-        if call.varlen:
-            rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
-            heads: tuple[int, ...] = (call.nheads,)
-        else:
-            rows = -(-call.longest[0] // tile_m) * tile_m
-            heads = (call.batch, call.nheads)
-        turns *= accumulators * math.prod(heads) * (rows // tile_m)
-        counters = -(-(COUNTERS + turns) // 16) * 16
-        dq = (accumulators, *heads, rows * head_dim_padded)
-        shapes = ((*heads, rows), (*heads, rows), dq, (counters,))
-        parts, size = [], 0
-        for shape in shapes:
-            parts.append((shape, contiguous_strides(shape), size))
-            size += math.prod(shape)
-        return Workspace(size, *parts)
+    if call.varlen:
+        rows = (call.q.shape[0] // tile_m + call.batch) * tile_m
+        heads: tuple[int, ...] = (call.nheads,)
+    else:
+        rows = -(-call.longest[0] // tile_m) * tile_m
+        heads = (call.batch, call.nheads)
+    turns *= accumulators * math.prod(heads) * (rows // tile_m)
+    counters = -(-(COUNTERS + turns) // 16) * 16
+    return (*heads, rows), (*heads, rows), (accumulators, *heads, rows * head_dim_padded), (counters,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,11 +353,8 @@ def _launched(
     if lse.stride(-1) != 1:
         lse = lse.clone(memory_format=torch.contiguous_format)
     dq, dk, dv = _results(call, division.shapes, needed, into)
-    space = division.workspace
-    workspace = record.empty(call.q, (space.size,), (1,), torch.float32)
-    lse_log2, minus_d, accumulators, counter = (
-        as_strided(workspace, *part) for part in (space.lse_log2, space.minus_d, space.dq, space.counters)
-    )
+    workspace = record.together(call.q, division.workspace, torch.float32)
+    lse_log2, minus_d, accumulators, counter = workspace
     if needed[4] and (call.varlen or call.seqused_q is not None):
         # Rows between sequences, which the preprocess leaves unwritten.
         record.step(Tensor.fill_, lse_log2, math.inf)
@@ -424,12 +399,12 @@ def _launched(
 
 def _launch_main(plan: Plan, arguments: dict[str, Any]) -> None:
     """Launch the main kernel. If operands are split, launch it on their terms, and then the fallback."""
-    split, names = plan.division.split, ("mQ", "mK", "mV", "mDO")
-    if split is None:
+    if "split" not in plan.functions:
         no_scales = {"scales": None} if plan.kernel.traits.arch == "sm80" else {}
         record.launch(*plan.functions["main"].bind(**arguments, **no_scales))
         return
-    terms, scales = split.launch([arguments[name] for name in names])
+    names = ("mQ", "mK", "mV", "mDO")
+    terms, scales = split(plan.functions["split"], [arguments[name] for name in names])
     in_terms = dict(zip(names, terms, strict=True))
     record.launch(*plan.functions["main"].bind(**{**arguments, **in_terms, "scales": scales}))
     record.launch(*plan.functions["fallback"].bind(**arguments, scales=scales))
@@ -483,14 +458,14 @@ def _padded(
     if padding.is_by_address(tensors):
         record.unlike_others()
     results = _results(call, tuple(tuple(x.shape) for x in call[:3]), needed, into)
-    pad, unpad = Copies.of(plan.functions["pad"], tensors), Copies.of(plan.functions["unpad"], results)
     cut = [not (padding.is_whole(x) and padding.is_writable(x)) for x in results]
     written: Any = (*(None if cuts else x for cuts, x in zip(cut, results, strict=True)), *given[3:])
-    q, k, v, wide_grad, wide_out = pad.pad(tensors, copied)
+    q, k, v, wide_grad, wide_out = padding.pad(plan.functions["pad"], tensors, copied)
     padded = call._replace(q=q, k=k, v=v)
     inner = (wide_grad, grad_lse, wide_out, lse)
     found = launch(plan_of(padded, inner, needed), padded, inner, needed, written)
-    unpad.unpad([x if cuts else None for cuts, x in zip(cut, found, strict=False)], results)
+    wide = [x if cuts else None for cuts, x in zip(cut, found, strict=False)]
+    padding.unpad(plan.functions["unpad"], wide, results)
     wanted = (x if one else None for x, one in zip(results, needed, strict=False))
     return (*wanted, *found[3:])  # type: ignore[return-value]
 
@@ -572,7 +547,8 @@ def _in_terms_or_whole(kernel: Any, call: Call, grad_out: Tensor, target: str) -
     if call.backward_tile:
         if not few_rows:
             raise ValueError(
-                f"q, k, v or grad_out has more than {MAX_SPLIT_ROWS} rows of heads; accepted: fewer, or operands=whole"
+                f"q, k, v or grad_out has more than {padding.MAX_ROWS} rows of heads; accepted: fewer, or "
+                "operands=whole"
             )
         return kernel
     pays = kernel.terms_pay(math.prod(call.q.shape[:-1]), call.longest[1])

@@ -38,10 +38,8 @@ PYTORCHS = "pytorch"
 
 def pytorchs_precision() -> str:
     """The current precision of PyTorch's fp32 matrix products on CUDA, as the traits name it."""
-    flags = torch.backends.cuda.matmul
-    if hasattr(flags, "fp32_precision"):  # the other name raises where this one has been set
-        return "tf32" if flags.fp32_precision == "tf32" else ""
-    return "tf32" if flags.allow_tf32 else ""
+    # allow_tf32 raises where this name of the setting has been set.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else ""
 
 
 _ABSENT: Any = None
@@ -416,9 +414,9 @@ def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
 
     The number of columns must be one that two warpgroups can read as values from the keys' swizzle atoms.
     """
-    if k_cache is None or v_cache is None or k_cache.shape[-1] <= LARGE_HEAD_DIM:
+    if k_cache is None or v_cache is None or not (k_cache.dim() and v_cache.dim()):  # the checks refuse them
         return False
-    if not is_latent_dim(v_cache.shape[-1]):
+    if k_cache.shape[-1] <= LARGE_HEAD_DIM or not is_latent_dim(v_cache.shape[-1]):
         return False
     return is_first_columns(v_cache, k_cache)
 

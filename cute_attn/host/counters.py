@@ -89,7 +89,6 @@ def replayed_tiles() -> int:
 
 @functools.cache
 def multiprocessors(device: int) -> int:
-    """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -17,14 +17,7 @@ from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.memory import (
-    clear_owned,
-    is_aligned,
-    none_overrides,
-    on_device,
-    write_owned,
-)
-from cute_attn.host.padding import Copies
+from cute_attn.host.memory import clear_owned, is_aligned, none_overrides, on_device, write_owned
 from cute_attn.host.plans import Plan
 from cute_attn.traits import Traits
 
@@ -73,8 +66,8 @@ def plan_forward(call: Call) -> Plan:
     """Check a call and choose its kernel. A plan without a kernel computes nothing.
 
     The plan's function is ``main``. If kernels cannot read q, k or v in place, its functions are ``pad`` and ``unpad``
-    instead. With terms (:mod:`cute_attn.host.split_fp32`) they are ``main`` and ``fallback``, launched after those of
-    its ``division``. If keys are split among CTAs, :mod:`cute_attn.host.split_kv` makes the plan.
+    instead. With terms (:mod:`cute_attn.host.split_fp32`) they are ``split``, ``main`` and ``fallback``, launched in
+    this order. If keys are split among CTAs, :mod:`cute_attn.host.split_kv` makes the plan.
     """
     check(call)
     check_for_kernels(call)
@@ -163,14 +156,13 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
         out = record.contiguous(call.q, call.output_shapes()[0])
         if call.seqused_q is not None:  # rows without an owner, too
             record.step(Tensor.zero_, out)
-    pad, unpad = Copies.of(plan.functions["pad"], call[:3]), Copies.of(plan.functions["unpad"], (out,))
-    q, k, v = pad.pad(call[:3], copied)
+    q, k, v = padding.pad(plan.functions["pad"], call[:3], copied)
     padded = call._replace(q=q, k=k, v=v)
     cuts = not (padding.is_whole(call.v) and padding.is_writable(given))
-    written = record.empty(out, *unpad.layouts[0], out.dtype) if cuts else out
+    written = record.contiguous(out, padding.wide_shape(out)) if cuts else out
     _, lse, aux = _launched(plan_of(padded), padded, written, lse, keeps_rows=not cuts)
     if cuts:
-        unpad.unpad([written], [out], call.cu_seqlens_q)
+        padding.unpad(plan.functions["unpad"], [written], [out], call.cu_seqlens_q)
     return out, lse, aux
 
 

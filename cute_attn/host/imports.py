@@ -48,6 +48,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.then()
 
     def stop(self) -> None:
-        """Remove this finder."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)

@@ -10,8 +10,6 @@ a multiple of 16 bytes.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -21,19 +19,11 @@ from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES, Call
 from cute_attn.host.checks import check_count
-from cute_attn.host.memory import (
-    as_strided,
-    contiguous_strides,
-    is_readable,
-    may_be_aligned,
-    rows_are_aligned,
-    rows_are_whole,
-)
-from cute_attn.host.record import Layout
+from cute_attn.host.memory import is_readable, may_be_aligned, rows_are_aligned, rows_are_whole
 from cute_attn.traits import Traits, aligned_head_dim, head_dim_multiple
 
 MAX_ROWS = 2**31 - 2**16
-"""Maximum rows of a copied tensor. A row belongs to one head of one query or key."""
+"""Maximum rows of a tensor that is copied, or split into terms. A row belongs to one head of one query or key."""
 
 
 def to_copy(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -51,59 +41,55 @@ def is_writable(given: Tensor | None) -> bool:
     return given is None or is_readable(given)
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Launches of a compiled :class:`cute_attn.kernels.pad_rows.PadRows`. layouts: the padded tensors' layouts."""
+def wide_shape(x: Tensor) -> tuple[int, ...]:
+    """The shape of a padded copy of ``x``."""
+    return (*x.shape[:-1], aligned_head_dim(DTYPE_NAMES[x.dtype], x.shape[-1]))
 
-    kernel: Any
-    layouts: tuple[Layout, ...]
 
-    @staticmethod
-    def of(kernel: Any, tensors: Sequence[Tensor]) -> "Copies":
-        """The launches for a call's tensors or results, which are in the order of ``PADDED_TENSORS``."""
-        wide = [(*x.shape[:-1], aligned_head_dim(DTYPE_NAMES[x.dtype], x.shape[-1])) for x in tensors]
-        return Copies(kernel, tuple((shape, contiguous_strides(shape)) for shape in wide))
+def pad(kernel: Any, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
+    """``tensors``, in the order of ``PADDED_TENSORS``, some replaced by padded copies in one allocation.
 
-    def pad(self, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
-        """``tensors``, some replaced by padded copies in one allocation; each copy is a multiple of 16 bytes."""
-        if not any(copied):
-            return list(tensors)
-        sizes = [math.prod(shape) * wanted for (shape, _), wanted in zip(self.layouts, copied, strict=True)]
-        together = record.empty(tensors[0], (sum(sizes),), (1,), tensors[0].dtype)
-        firsts = accumulate(sizes, initial=0)
-        padded = [
-            as_strided(together, *layout, first) if wanted else None
-            for layout, first, wanted in zip(self.layouts, firsts, copied, strict=False)
-        ]
-        self._launch(tensors, padded, None)
-        return [x if copy is None else copy for x, copy in zip(tensors, padded, strict=True)]
+    kernel: a compiled :class:`cute_attn.kernels.pad_rows.PadRows`. Each copy is a multiple of 16 bytes.
+    """
+    if not any(copied):
+        return list(tensors)
+    wide = [wide_shape(x) for x, wanted in zip(tensors, copied, strict=True) if wanted]
+    made = iter(record.together(tensors[0], wide, tensors[0].dtype))
+    padded = [next(made) if wanted else None for wanted in copied]
+    _launch(kernel, tensors, padded, None)
+    return [x if copy is None else copy for x, copy in zip(tensors, padded, strict=True)]
 
-    def unpad(
-        self,
-        padded: Sequence[Tensor | None],
-        results: Sequence[Tensor | None],
-        cu_seqlens: Tensor | None = None,
-    ) -> None:
-        """Copy ``padded`` results to ``results``, except where either is None.
 
-        cu_seqlens: cu_seqlens_q if rows of O that no sequence owns keep their contents; None for other results.
-        """
-        if any(x is not None for x in padded):
-            self._launch(padded, results, cu_seqlens)
+def unpad(
+    kernel: Any,
+    padded: Sequence[Tensor | None],
+    results: Sequence[Tensor | None],
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Copy ``padded`` results, in the order of ``PADDED_TENSORS``, to ``results``, except where either is None.
 
-    def _launch(
-        self, sources: Sequence[Tensor | None], targets: Sequence[Tensor | None], cu_seqlens: Tensor | None
-    ) -> None:
-        """Copy pairs of tensors. Arbitrary tensors replace missing ones in the arguments, which the kernel ignores."""
-        both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
-        some = both.index(True)
-        source, target = (
-            tuple(x if wanted else tensors[some] for x, wanted in zip(tensors, both, strict=True))
-            for tensors in (sources, targets)
-        )
-        which = sum(wanted << i for i, wanted in enumerate(both))
-        own = {"mSource": source, "mTarget": target, "which": which, "mCuSeqlens": cu_seqlens}
-        record.launch(*self.kernel.bind(**own), direct=False)
+    cu_seqlens: cu_seqlens_q if rows of O that no sequence owns keep their contents; None for other results.
+    """
+    if any(x is not None for x in padded):
+        _launch(kernel, padded, results, cu_seqlens)
+
+
+def _launch(
+    kernel: Any,
+    sources: Sequence[Tensor | None],
+    targets: Sequence[Tensor | None],
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Copy pairs of tensors. Arbitrary tensors replace missing ones in the arguments, which the kernel ignores."""
+    both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
+    some = both.index(True)
+    source, target = (
+        tuple(x if wanted else tensors[some] for x, wanted in zip(tensors, both, strict=True))
+        for tensors in (sources, targets)
+    )
+    which = sum(wanted << i for i, wanted in enumerate(both))
+    own = {"mSource": source, "mTarget": target, "which": which, "mCuSeqlens": cu_seqlens}
+    record.launch(*kernel.bind(**own), direct=False)
 
 
 def kernels_for(op: str, call: Call) -> dict[str, Any]:

@@ -7,7 +7,6 @@ If no guard matches, a key of the same metadata finds the record, which takes fi
 when it is made for the second time.
 """
 
-import contextlib
 import functools
 import operator
 import weakref
@@ -414,27 +413,20 @@ class Plan(NamedTuple):
 _plans: dict[tuple[Any, ...], Any] = {}
 
 
-def known_plan(key: Hashable, tensors: Tensors) -> Any:
-    """The plan of an earlier call with this key and metadata, or None."""
-    with contextlib.suppress(
-        TypeError, AttributeError, RuntimeError
-    ):  # such as an option that cannot be hashed
-        return _plans.get(_full_key(key, tensors))
-    return None
-
-
 def plan(key: Hashable, tensors: Tensors, make: Callable[[], Any]) -> Any:
-    """:func:`known_plan`, or a new plan from ``make``, which checks the call and may raise."""
-    made = known_plan(key, tensors)
-    if made is not None:
-        return made
-    made = make()
-    if len(_plans) >= _MOST:
-        forget()
-    if any(isinstance(x, weakref.ref) for x in _flat(key)):
-        _forget_dead()
-    with contextlib.suppress(TypeError):
-        _plans[_full_key(key, tensors)] = made
+    """The plan of an earlier call with this key and metadata, or a new one of ``make``, which checks the call."""
+    try:
+        full = _full_key(key, tensors)
+        made = _plans.get(full)
+    except (TypeError, AttributeError, RuntimeError):  # such as an option that cannot be hashed
+        return make()
+    if made is None:
+        made = make()
+        if len(_plans) >= _MOST:
+            forget()
+        if any(isinstance(x, weakref.ref) for x in _flat(key)):
+            _forget_dead()
+        _plans[full] = made
     return made
 
 

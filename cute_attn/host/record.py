@@ -8,9 +8,11 @@ including views of inputs and outputs. Launch functions run without the interpre
 arguments at the same time.
 """
 
+import math
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -53,6 +55,16 @@ def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype:
 def contiguous(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous :func:`empty`, by default of ``like``'s dtype."""
     return empty(like, shape, memory.contiguous_strides(shape), dtype or like.dtype)
+
+
+def together(like: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """Contiguous tensors, uninitialized, one after the other in one allocation: see :func:`empty`."""
+    firsts = [*accumulate(map(math.prod, shapes), initial=0)]
+    whole = empty(like, (firsts.pop(),), (1,), dtype)
+    return [
+        as_strided(whole, shape, memory.contiguous_strides(shape), first)
+        for shape, first in zip(shapes, firsts, strict=True)
+    ]
 
 
 def drawn(draw: Callable[[], Tensor]) -> Tensor:

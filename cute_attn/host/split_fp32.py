@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,70 +13,36 @@ from cute_attn.compiler import registry
 from cute_attn.host import record
 from cute_attn.host.call import Call
 from cute_attn.host.checks import check_query_blocks
-from cute_attn.host.memory import as_strided, contiguous_strides
+from cute_attn.host.padding import MAX_ROWS
 from cute_attn.host.plans import Plan
 from cute_attn.tiles import padded
-from cute_attn.traits import MEASURED_TENSORS, SPLIT_TENSORS, Traits
-
-MAX_ROWS = 2**31 - 2**16
-"""Maximum rows of a tensor. A row belongs to one head of one query or key."""
+from cute_attn.traits import MEASURED_TENSORS
 
 
-class Terms(NamedTuple):
-    """Tensors in fp16 terms. When the host gets this, the kernel that writes the terms may not have run yet.
+def split(kernel: Any, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Split (q, k, v) or (q, k, v, dO), with strides that kernels read, on the current stream of their device.
 
-    Attributes:
-        tensors: the terms of each tensor (..., dim) except the forward's q: contiguous (..., one or two, padded dim),
+    Args:
+        kernel: the compiled :class:`cute_attn.kernels.split_fp32.SplitFp32`.
+
+    Returns:
+        terms: fp16 terms of each tensor (..., dim) except the forward's q: contiguous (..., one or two, padded dim),
             hi, then lo, or only hi; ``unbind(-2)`` separates them. Columns beyond dim are 0. Terms are not written if
             the tensor's scale is 0.
         scales: fp32 (tensors,), for all tensors including q: 2^-e, the inverse of the power of two that the tensor was
             multiplied by; 0 if terms lose the tensor's precision, so that another kernel has to read the tensor itself.
     """
-
-    tensors: tuple[Tensor, ...]
-    scales: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class SplitLauncher:
-    """Splits the tensors of calls with the same traits.
-
-    Attributes:
-        kernel: the compiled kernel.
-        dims: the padded head dim of each tensor that is split; tensors before the split ones are only measured.
-        blocks: partial results of each tensor.
-        terms: number of terms per element, 1 or 2.
-    """
-
-    kernel: Any
-    dims: tuple[int, ...]
-    blocks: int
-    terms: int
-
-    @staticmethod
-    def of(main: Traits, op: str, target: str) -> "SplitLauncher":
-        """The launcher for a main kernel's traits. op: ``"forward_split"`` or ``"backward_split"``."""
-        compiled = compiler.compile(main.split_fp32(op), None, target)
-        names = SPLIT_TENSORS[op][MEASURED_TENSORS[op] :]
-        dims = tuple(padded(getattr(main, name)) for name in names)
-        return SplitLauncher(compiled, dims, compiled.tile.blocks, main.fp32_terms)
-
-    def launch(self, tensors: Sequence[Tensor]) -> Terms:
-        """Split (q, k, v) or (q, k, v, dO), with strides that kernels read, on the current stream of their device."""
-        like, split = tensors[0], tensors[len(tensors) - len(self.dims) :]
-        shapes = [(*x.shape[:-1], self.terms, dim) for x, dim in zip(split, self.dims, strict=True)]
-        sizes = [math.prod(shape) for shape in shapes]
-        # One allocation; terms of any tensor are whole 64 bytes.
-        together = record.empty(like, (sum(sizes),), (1,), torch.float16)
-        terms = tuple(
-            as_strided(together, shape, contiguous_strides(shape), sum(sizes[:i]))
-            for i, shape in enumerate(shapes)
-        )
-        partials = record.contiguous(like, (len(tensors), 2, self.blocks), torch.int32)
-        scales = record.empty(like, (len(tensors),), (1,), torch.float32)
-        arguments = {"mX": tuple(tensors), "mTerms": terms, "mPartials": partials, "mScales": scales}
-        record.launch(*self.kernel.bind(**arguments))
-        return Terms(terms, scales)
+    like, traits = tensors[0], kernel.traits
+    shapes = [
+        (*x.shape[:-1], traits.fp32_terms, padded(x.shape[-1]))
+        for x in tensors[MEASURED_TENSORS[traits.op] :]
+    ]
+    terms = record.together(like, shapes, torch.float16)
+    partials = record.contiguous(like, (len(tensors), 2, kernel.tile.blocks), torch.int32)
+    scales = record.contiguous(like, (len(tensors),), torch.float32)
+    arguments = {"mX": tuple(tensors), "mTerms": tuple(terms), "mPartials": partials, "mScales": scales}
+    record.launch(*kernel.bind(**arguments))
+    return terms, scales
 
 
 def can_split(tensors: Sequence[Tensor]) -> bool:
@@ -95,8 +61,8 @@ def plan_forward(call: Call, kernel: Any, target: str) -> Plan | None:
     check_query_blocks(call, kernels[0])
     main, fallback = (compiler.build(one, target) for one in kernels)
     plain = registry.lookup(replace(kernel.traits, variant=""), None, target)
-    split = SplitLauncher.of(kernels[1].traits, "forward_split", target)
-    return Plan(plain, {"main": main, "fallback": fallback}, split)
+    first = compiler.compile(kernel.traits.split_fp32("forward_split"), None, target)
+    return Plan(plain, {"split": first, "main": main, "fallback": fallback})
 
 
 def launch_forward(plan: Plan, arguments: dict[str, Any]) -> None:
@@ -104,17 +70,10 @@ def launch_forward(plan: Plan, arguments: dict[str, Any]) -> None:
 
     arguments: the forward's arguments.
     """
-    (k, v), scales = plan.division.launch([arguments[name] for name in ("mQ", "mK", "mV")])
+    (k, v), scales = split(plan.functions["split"], [arguments[name] for name in ("mQ", "mK", "mV")])
     arguments = {**arguments, "mScales": scales}
-    record.launch(*plan.functions["main"].bind(**{**arguments, "mK": as_rows(k), "mV": as_rows(v)}))
+    record.launch(*plan.functions["main"].bind(**{**arguments, "mK": k.flatten(-2), "mV": v.flatten(-2)}))
     record.launch(*plan.functions["fallback"].bind(**arguments))
-
-
-def as_rows(terms: Tensor) -> Tensor:
-    """A view of (..., terms, dim) as (..., terms * dim)."""
-    *outer, count, dim = terms.shape
-    shape = (*outer, count * dim)
-    return as_strided(terms, shape, contiguous_strides(shape))
 
 
 def both_kernels(call: Call, kernel: Any, target: str) -> tuple[Any, ...] | None:

@@ -10,9 +10,8 @@ lengths and tables.
 
 import math
 import warnings
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,18 +21,18 @@ from cute_attn.compiler import registry
 from cute_attn.epilogues.names import are_functions
 from cute_attn.host import plans, record
 from cute_attn.host.call import Call
-from cute_attn.host.checks import KERNEL_DTYPES, MAX_ROWS, check_count, check_query_blocks
+from cute_attn.host.checks import (
+    KERNEL_DTYPES,
+    MAX_ROWS,
+    check_append_for_kernels,
+    check_attention,
+    check_count,
+    check_query_blocks,
+)
 from cute_attn.host.choose import check_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
-from cute_attn.host.memory import (
-    Tensors,
-    all_plain,
-    clear_owned,
-    contiguous_strides,
-    on_device,
-)
+from cute_attn.host.memory import clear_owned, on_device
 from cute_attn.host.plans import Plan
-from cute_attn.host.record import Layout
 from cute_attn.tiles import padded
 from cute_attn.tiles.inference import FOLDED_KEYS, MAX_PARTIALS, CacheCall, CombineStreamKTile, CombineTile
 from cute_attn.traits import LARGE_HEAD_DIM, ROW_BYTES, Traits, aligned_head_dim
@@ -102,13 +101,6 @@ class Split:
     split_keys: int = 0
 
 
-class Division(NamedTuple):
-    """How a plan splits keys. partials: the layouts of O and LSE of partial results, () without a split."""
-
-    split: Split
-    partials: tuple[Layout, ...]
-
-
 def empty_maxima(call: Call) -> Tensor | None:
     """Memory for the rows' greatest scores, -inf, which kernels raise; None unless the call asks for them."""
     if call.aux != "max_scores":
@@ -147,9 +139,11 @@ def launch(
     # As kernels take them: a ``Seqlens``, ``Partials`` and ``CacheTables``, which load the DSL.
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
     seqlens = (*lengths, *call.longest, call.cache_leftpad, call.added)
-    (split, layouts), partials = plan.division, None
-    if layouts:  # the caching allocator keeps them for the stream, or for the graph that captures the call
-        outs, lses = (record.empty(q, shape, strides, torch.float32) for shape, strides in layouts)
+    (split, partial_shapes), partials = plan.division, None
+    if (
+        partial_shapes
+    ):  # the caching allocator keeps them for the stream, or for the graph that captures the call
+        outs, lses = (record.contiguous(q, shape, torch.float32) for shape in partial_shapes)
         partials = outs, lses, split.num_splits, split.split_keys
     if plan.kernel.traits.variant:
         record.also()  # a user's class may read its arguments
@@ -172,7 +166,7 @@ def launch(
     elif split.how == "stream_k":
         mask_args = scores[1] or None  # the DSL takes no empty tuple
         own = {"partials": partials, "mSinks": call.sinks, "seqlens": seqlens, "mask_args": mask_args}
-        sizes = {"nheads_kv": call.k_cache.shape[-2], "kernel_ctas": layouts[0][0][0] // 2}
+        sizes = {"nheads_kv": call.k_cache.shape[-2], "kernel_ctas": partial_shapes[0][0] // 2}
         record.launch(*plan.functions["combine"].bind(**results, **own, **sizes))
     return out, lse
 
@@ -180,26 +174,21 @@ def launch(
 # ---- plans by metadata ----
 
 
-def _key_and_tensors(call: Call) -> tuple[Hashable, Tensors]:
-    """The key and tensors by which :mod:`cute_attn.host.plans` finds a call."""
+def plan_of(call: Call) -> Plan:
+    """The plan of a call, kept under its metadata."""
+
+    def make() -> Plan:
+        check_attention(call)
+        check_append_for_kernels(call)
+        return make_plan(call)
+
     tensors, options = call.metadata()
-    tensors = (*tensors, *call.epilogue_tensors)
-    return ("kvcache", options, call.latent, *user_classes(call, "kvcache")), tensors
-
-
-def known_plan(call: Call) -> Plan | None:
-    """The plan of an earlier call with this metadata, or None. Only calls of plain tensors have one."""
-    key, tensors = _key_and_tensors(call)
-    return plans.known_plan(key, tensors) if all_plain(tensors) else None
-
-
-def plan_for(call: Call) -> Plan:
-    """The plan of a checked call, kept under its metadata."""
-    return plans.plan(*_key_and_tensors(call), lambda: make_plan(call))
+    key = ("kvcache", options, call.latent, *user_classes(call, "kvcache"))
+    return plans.plan(key, (*tensors, *call.epilogue_tensors), make)
 
 
 def make_plan(call: Call) -> Plan:
-    """The plan of a checked call."""
+    """The plan of a checked call. Its division: the :class:`Split`, and the shapes of partial O and LSE, or ()."""
     queries, capacity = call.longest
     if 0 in (call.batch, queries, capacity, math.prod(call.output_shapes()[0]), call.k_cache.shape[0]):
         return Plan()
@@ -212,8 +201,7 @@ def make_plan(call: Call) -> Plan:
         combine = _combine(kernel, split, shapes, call, target)
         if combine is not None:
             functions["combine"] = combine
-    partials = tuple((shape, contiguous_strides(shape)) for shape in shapes)
-    return Plan(kernel, functions, Division(split, partials))
+    return Plan(kernel, functions, (split, shapes))
 
 
 def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], call: Call, target: str) -> Any:

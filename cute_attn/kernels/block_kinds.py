@@ -74,7 +74,6 @@ class BlockKinds:
 
     @property
     def predicate(self) -> Predicate:
-        """The mask's predicate."""
         found = _predicate(self.traits)
         assert found is not None
         return found

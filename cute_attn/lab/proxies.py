@@ -160,7 +160,7 @@ class _Walk:
             self._report(i, written)
         elif _is_wait(i):
             held |= {p for p in self.pipelines if p.is_full(_offset(i))}
-        elif _is_arrival(i):
+        elif i.name.startswith("SYNCS.ARRIVE") and not _announces_bytes(i):
             if _offset(i) in self.needed_by_stores:
                 self._report(i, written)
             for pipeline in (p for p in self.pipelines if p.is_empty(_offset(i))):
@@ -230,10 +230,6 @@ def _barriers_before_stores(code: Code, pipelines: tuple[TmaPipeline, ...]) -> f
 
 def _is_wait(i: Instruction) -> bool:
     return i.name.startswith("SYNCS.PHASECHK")
-
-
-def _is_arrival(i: Instruction) -> bool:
-    return i.name.startswith("SYNCS.ARRIVE") and not _announces_bytes(i)
 
 
 def _announces_bytes(i: Instruction) -> bool:

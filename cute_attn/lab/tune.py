@@ -216,8 +216,6 @@ class _Entry:
 
 
 class _Study:
-    """A running study."""
-
     def __init__(
         self,
         search: Search,

@@ -35,7 +35,6 @@ class DqTurns:
 
     @cute.jit
     def wait(self, block: Int32) -> None:
-        """Wait for the turn at a query block."""
         if (self.seen_before.begin <= block) & (block < self.seen_before.end):
             last = self._last(block)
             while last != self.before + 1:

@@ -155,7 +155,6 @@ def every_sequence(buffers: Any, seqlens: Seqlens, args: Any, scale: Float32, ke
 
 @cute.jit
 def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
-    """The buffers of one batch and head."""
     own = {
         name: tensor[(batch, head, *[None] * (cute.rank(tensor) - 2))]
         for name, tensor in zip(buffers._fields, buffers, strict=True)

@@ -166,7 +166,6 @@ class TmaBias:
     warpgroups: Constexpr
 
     def pipeline(self, group: Int32 | int) -> Pipeline:
-        """The pipeline of one warpgroup."""
         words = Pipeline.barrier_bytes(self.num_stages) // 8
         stage_bytes = ROWS * cute.size(self.tensor, mode=[1]) * self.tensor.element_type.width // 8
         return Pipeline(self.barriers + group * words, self.num_stages, stage_bytes)

@@ -127,23 +127,20 @@ def reason(
     if not enable_gqa and query.shape[1] != key.shape[1]:
         return f"key has {key.shape[1]} heads; accepted without enable_gqa: {query.shape[1]}, query's"
     masked = attn_mask is not None or (is_causal and query.shape[2] != key.shape[2])
-    call = request_of(
-        "efficient" if masked else "flash",
-        Call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)),
-        causal=is_causal,
-        dropout_p=dropout_p,
-        scale=query.shape[-1] ** -0.5 if scale is None and query.shape[-1] else scale,
-    )
-    if not masked:  # PyTorch pads head dims before it calls flash attention
-        q, k, v = ((*shape[:-1], -(-shape[-1] // 8) * 8) for shape in (call.q, call.k, call.v))
-        call = call._replace(q=q, k=k, v=v)
+    inputs = Call(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), bias=attn_mask)
+    options: dict[str, Any] = {"causal": is_causal, "dropout_p": dropout_p, "scale": scale}
+    request, own = request_of("efficient" if masked else "flash", inputs, **options), dict[str, Any]()
     if attn_mask is not None:
         full = (*query.shape[:3], key.shape[2])
         if not _broadcasts(tuple(attn_mask.shape), full):
             return f"attn_mask has shape {tuple(attn_mask.shape)}; accepted: {full}, or what broadcasts to it"
         dtype = query.dtype if attn_mask.dtype == torch.bool else attn_mask.dtype
-        call = call._replace(bias=(full, dtype), devices=call.devices | {attn_mask.device})
-    return why_not(call)
+        own["bias"] = torch.empty(full, dtype=dtype, device="meta")
+    elif not masked:  # PyTorch pads head dims before it calls flash attention
+        for name, x in zip("qkv", inputs[:3], strict=True):
+            wide = (*x.shape[:-1], -(-x.shape[-1] // 8) * 8)
+            own[name] = torch.empty(wide, dtype=x.dtype, device="meta")
+    return why_not(request._replace(call=request.call._replace(**own)))
 
 
 def _broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:

@@ -28,21 +28,9 @@ from cute_attn.host.call import ATTENTION, Call
 from cute_attn.host.checks import check_like
 from cute_attn.host.memory import ALIGNMENT_BYTES, as_strided, contiguous_strides, on_device, regular
 from cute_attn.host.record import Layout
-from cute_attn.sdpa.calls import (
-    Request,
-    _is_capturing,
-    request_of,
-    translated,
-    why_not,
-    why_not_drawn,
-)
+from cute_attn.sdpa.calls import Request, _is_capturing, request_of, why_not, why_not_drawn
 
 # ---- inputs as kernels read them ----
-
-
-def _readable(x: Tensor) -> Tensor:
-    """``x``, perhaps with other strides in dimensions of size 1; a copy if kernels cannot read its memory."""
-    return record.readable(regular(x))
 
 
 def _narrow_bias(bias: Tensor) -> Tensor:
@@ -52,13 +40,13 @@ def _narrow_bias(bias: Tensor) -> Tensor:
     return last_contiguous(as_strided(bias, (*shape, bias.shape[-1]), tuple(bias.stride())))
 
 
-def _kernel_inputs(inputs: Call, heads_first: bool, *, bias_gradient: bool = False) -> Call:
-    """Tensors with rows before heads, readable by kernels. bias_gradient: keep the bias's shape for its gradient."""
-    q, k, v = map(_readable, map(rows_first, inputs[:3]) if heads_first else inputs[:3])
-    bias = inputs.bias
+def _for_kernels(call: Call, *, bias_gradient: bool = False) -> Call:
+    """The call of tensors that kernels can read. bias_gradient: keep the bias's shape for its gradient."""
+    q, k, v = (record.readable(regular(x)) for x in call[:3])
+    bias = call.bias
     if bias is not None:
         bias = last_contiguous(bias) if bias_gradient else _narrow_bias(bias)
-    return inputs._replace(q=q, k=k, v=v, bias=bias)
+    return call._replace(q=q, k=k, v=v, bias=bias)
 
 
 # ---- layouts of outputs ----
@@ -100,10 +88,11 @@ class Output:
 
     @classmethod
     def of(cls, x: Tensor, last: int, heads_first: bool, backend: str) -> "Output":
-        """The output whose order of dimensions follows the input ``x``, with ``last`` as its last size.
+        """The output whose order of dimensions follows the input ``x``, rows first, with ``last`` as its last size.
 
         Memory-efficient attention's outputs are contiguous with rows before heads.
         """
+        x = rows_first(x) if heads_first else x
         shape = (*x.shape[:-1], last)
         if backend != "efficient":
             return cls((shape, strides_like(x, last)), heads_first)
@@ -156,7 +145,6 @@ class Results(NamedTuple):
 def forward(
     request: Request,
     options: Options,
-    inputs: Call,
     *,
     heads_first: bool = True,
     wants_lse: bool = True,
@@ -165,36 +153,31 @@ def forward(
     """Compute a forward, or return the reason why kernels do not serve it.
 
     Args:
-        inputs: the call's tensors as PyTorch passes them.
-        heads_first: whether q, k and v have heads before rows.
+        heads_first: whether PyTorch's tensors have heads before rows.
         wants_lse: whether lse is used; if not, it may contain -inf.
     """
-    device = inputs.q.device
+    call, device, state = request.call, request.call.q.device, None
     reason = why_not(request) or why_not_drawn(request, options.rng, _is_capturing(device))
-    if (
-        reason is None and return_softmax and not request.dropout_p
-    ):  # PyTorch raises, so that no backward follows
+    if reason is None and return_softmax and not call.dropout:  # PyTorch raises, so that no backward follows
         reason = "return_debug_mask is set without dropout; accepted: with dropout"
     if reason is not None:
         return reason
-    state, rows = None, request.longest[0]
+    rows, output = call.max_seqlen_q, Output.of(call.q, call.v.shape[-1], heads_first, request.backend)
     lse_rows = -(-rows // 32) * 32 if request.backend == "efficient" and wants_lse else rows
-    if request.dropout_p:
+    if call.dropout:
         state = record.drawn(functools.partial(draw, request, device, options.rng))
-    prepared = _kernel_inputs(inputs, heads_first)._replace(rng_state=state)
-    call = translated(request, prepared)._replace(aux="softmax" if return_softmax else "")
-    output = Output.of(inputs.q, request.v[-1], heads_first, request.backend)
-    if runs_kernels(prepared.q):
-        with on_device(prepared.q.get_device()):
-            out, shape = output.memory(prepared.q), call.output_shapes()[1]
+    call = _for_kernels(call)._replace(rng_state=state, aux="softmax" if return_softmax else "")
+    if runs_kernels(call.q):
+        with on_device(call.q.get_device()):
+            out, shape = output.memory(call.q), call.output_shapes()[1]
             shape = (*shape[:2], lse_rows) if lse_rows > rows else shape
-            lse = record.contiguous(prepared.q, shape, torch.float32)
+            lse = record.contiguous(call.q, shape, torch.float32)
             written, lse, softmax = _forward.forward(call, out, lse, keeps_rows=False)
     else:
         written, lse, softmax = forward_cpu(call)
         if lse_rows > rows:
             lse = F.pad(lse, (0, lse_rows - rows))
-    if wants_lse and _may_see_nothing(request, inputs.seqused_k):
+    if wants_lse and _may_see_nothing(call):
         record.step(Tensor.nan_to_num_, lse, math.nan, math.inf, math.inf)
     if lse_rows > rows:
         record.step(Tensor.fill_, lse.narrow(2, rows, lse_rows - rows), math.inf)
@@ -206,13 +189,11 @@ def runs_kernels(q: Tensor) -> bool:
     return q.is_cuda
 
 
-def _may_see_nothing(request: Request, seqused_k: Tensor | None) -> bool:
+def _may_see_nothing(call: Call) -> bool:
     """True if a query may see no key."""
-    if request.bias is not None or request.packed or seqused_k is not None or max(request.window) >= 0:
+    if call.bias is not None or call.varlen or call.seqused_k is not None or call.mask.startswith("window"):
         return True
-    if not request.longest[1]:
-        return True
-    return request.causal and request.backend == "flash" and request.longest[0] > request.longest[1]
+    return not call.max_seqlen_k or (call.mask == "causal" and call.max_seqlen_q > call.max_seqlen_k)
 
 
 # ---- seeds and offsets of dropout masks ----
@@ -234,11 +215,9 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def _advance(request: Request) -> int:
     """How far PyTorch's forward advances the generator's offset: one per thread or score, rounded up to fours."""
-    starts = request.lengths[0]
-    batch = request.q[0] if starts is None else starts[0][0] - 1
-    heads = batch * request.q[-2]
-    count = heads * 32 if request.backend == "flash" else heads * math.prod(request.longest)
-    return (count + 3) // 4 * 4
+    call = request.call
+    count = 32 if request.backend == "flash" else call.max_seqlen_q * call.max_seqlen_k
+    return (call.batch * call.nheads * count + 3) // 4 * 4
 
 
 def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> Tensor:
@@ -261,7 +240,6 @@ def _stack_into(numbers: tuple[Tensor, ...], out: Tensor) -> None:
 
 def backward(
     request: Request,
-    inputs: Call,
     outer: tuple[Tensor, Tensor, Tensor],
     rng_state: Tensor | tuple[Tensor, Tensor],
     *,
@@ -270,28 +248,25 @@ def backward(
 ) -> tuple[Tensor, ...] | str:
     """Compute gradients of q, k and v in PyTorch's layouts, then of bias with bias_gradient, or return why not.
 
-    inputs: see :func:`forward`; outer: the gradient of out, then out and lse.
+    outer: the gradient of out, then out and lse.
     """
     reason = why_not(request)
     if reason is not None:
         return reason
-    state = _joined(rng_state, inputs.q.device) if request.dropout_p else None
-    prepared = _kernel_inputs(inputs, heads_first, bias_gradient=bias_gradient)
-    call = translated(request, prepared._replace(rng_state=state))
+    given = request.call
+    state = _joined(rng_state, given.q.device) if given.dropout else None
+    call = _for_kernels(given, bias_gradient=bias_gradient)._replace(rng_state=state)
     grad_out, out = map(rows_first, outer[:2]) if heads_first else outer[:2]
-    lse = outer[2][:, :, : request.longest[0]] if heads_first else outer[2]
-    needed = (True, True, True, bias_gradient, False)
-    results = [Output.of(x, x.shape[-1], heads_first, request.backend) for x in inputs[:3]]
-    if runs_kernels(prepared.q):
-        given = (grad_out, None, out, lse)
-        with on_device(prepared.q.get_device()):
-            dq, dk, dv = (one.memory(x) for one, x in zip(results, prepared[:3], strict=True))
-            plan = _backward.plan_of(call, given, needed)
-            found: Any = _backward.launch(plan, call, given, needed, (dq, dk, dv, None, None))
+    lse = outer[2][:, :, : given.max_seqlen_q] if heads_first else outer[2]
+    needed, outputs = (True, True, True, bias_gradient, False), (grad_out, None, out, lse)
+    results = [Output.of(x, x.shape[-1], heads_first, request.backend) for x in given[:3]]
+    if runs_kernels(call.q):
+        with on_device(call.q.get_device()):
+            dq, dk, dv = (one.memory(x) for one, x in zip(results, call[:3], strict=True))
+            plan = _backward.plan_of(call, outputs, needed)
+            found: Any = _backward.launch(plan, call, outputs, needed, (dq, dk, dv, None, None))
     else:
-        found = torch.ops.cute_attn.backward.default(
-            grad_out, None, out, lse, list(needed), *call.values(ATTENTION)
-        )
+        found = torch.ops.cute_attn.backward.default(*outputs, list(needed), *call.values(ATTENTION))
     own: list[Any] = [one.of_rows(x) for one, x in zip(results, found, strict=False)]
     return (*own, found[3]) if bias_gradient else tuple(own)
 
@@ -351,13 +326,10 @@ def _flash_state(found: Results) -> Sequence[Tensor]:
     if state is None:
         return _fresh(out, _TWO_WORDS, _WORD, ((0,), (1,), out.dtype))
     unused, debug = _fresh(out, _WORD, ((0,), (1,), out.dtype))
-    return state.view(torch.uint64), unused, debug if found.softmax is None else _debug_mask(found.softmax)
-
-
-def _debug_mask(softmax: Tensor) -> Tensor:
-    """The softmax padded with zeros, so that its last two sizes are multiples of 128."""
-    rows, keys = softmax.shape[2:]
-    return F.pad(softmax, (0, -keys % 128, 0, -rows % 128))
+    if found.softmax is not None:  # padded with zeros to multiples of 128 queries and keys
+        rows, keys = found.softmax.shape[2:]
+        debug = F.pad(found.softmax, (0, -keys % 128, 0, -rows % 128))
+    return state.view(torch.uint64), unused, debug
 
 
 # ---- PyTorch's operators: each returns its outputs, or the reason why not ----
@@ -396,29 +368,25 @@ def _signature(name: str) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _inputs(given: Any, bias: Tensor | None = None) -> Call:
-    return Call(given.query, given.key, given.value, bias=bias)
-
-
 @_of("flash", "_scaled_dot_product_flash_attention")
 def flash_forward(options: Options, given: Any) -> tuple | str:
-    request = _asked("flash", given)
-    found = forward(request, options, _inputs(given), return_softmax=given.return_debug_mask)
+    found = forward(_asked("flash", given), options, return_softmax=given.return_debug_mask)
     if isinstance(found, str):
         return found
-    return found.out, found.lse, None, None, *request.longest, *_flash_state(found)
+    longest = given.query.shape[2], given.key.shape[2]
+    return found.out, found.lse, None, None, *longest, *_flash_state(found)
 
 
 @_of("flash", "_scaled_dot_product_flash_attention_backward")
 def flash_backward(options: Options, given: Any) -> tuple | str:
     grads = (given.grad_out, given.out, given.logsumexp)
-    return backward(_asked("flash", given), _inputs(given), grads, given.philox_seed)
+    return backward(_asked("flash", given), grads, given.philox_seed)
 
 
 @_of("efficient", "_scaled_dot_product_efficient_attention")
 def efficient_forward(options: Options, given: Any) -> tuple | str:
-    inputs, wants_lse = _inputs(given, given.attn_bias), given.compute_log_sumexp
-    found = forward(_asked("efficient", given, inputs.bias), options, inputs, wants_lse=wants_lse)
+    wants_lse = given.compute_log_sumexp
+    found = forward(_asked("efficient", given, given.attn_bias), options, wants_lse=wants_lse)
     if isinstance(found, str):
         return found
     lse = found.lse
@@ -434,7 +402,7 @@ def efficient_backward(options: Options, given: Any) -> tuple | str:
     grads = (given.grad_out, given.out, given.logsumexp)
     wanted = bias is not None and given.grad_input_mask[3]
     found = _drawn_by_pytorch(given) or backward(
-        _asked("efficient", given, bias), _inputs(given, bias), grads, state, bias_gradient=bool(wanted)
+        _asked("efficient", given, bias), grads, state, bias_gradient=bool(wanted)
     )
     if isinstance(found, str):
         return found
@@ -455,10 +423,11 @@ def _in_rows_of_16(x: Tensor) -> Tensor:
 def cudnn_forward(options: Options, given: Any) -> tuple | str:
     bias = None if given.attn_bias is None else four_dims(given.attn_bias)  # only cuDNN's may have fewer
     request = _asked("cudnn", given, bias, learns=given.compute_log_sumexp)
-    found = forward(request, options, _inputs(given, bias))
+    found = forward(request, options)
     if isinstance(found, str):
         return found
-    return found.out, found.lse.unsqueeze(-1), None, None, *request.longest, *_numbers(found), None
+    longest = given.query.shape[2], given.key.shape[2]
+    return found.out, found.lse.unsqueeze(-1), None, None, *longest, *_numbers(found), None
 
 
 @_of("cudnn", "_scaled_dot_product_cudnn_attention_backward")
@@ -467,20 +436,20 @@ def cudnn_backward(options: Options, given: Any) -> tuple | str:
     lse, state = given.logsumexp, (given.philox_seed, given.philox_offset)
     grads = (given.grad_out, given.out, lse.reshape(lse.shape[:3]))
     request = _asked("cudnn", given, bias, learns=True)
-    return _drawn_by_pytorch(given) or backward(request, _inputs(given, bias), grads, state)
+    return _drawn_by_pytorch(given) or backward(request, grads, state)
 
 
 def _rows(
     given: Any, seqused_k: Tensor | None = None, slopes: Tensor | None = None, *, same_bits: bool = False
-) -> tuple[Request, Call]:
-    """The request and the inputs for tensors with rows before heads: batches, or packed sequences."""
+) -> Request:
+    """The request of tensors with rows before heads: batches, or packed sequences."""
     lengths = (given.cum_seq_q, given.cum_seq_k)
     inputs = Call(given.query, given.key, given.value, *lengths, seqused_k=seqused_k, alibi_slopes=slopes)
     options: dict[str, Any] = {"causal": given.is_causal, "dropout_p": given.dropout_p, "scale": given.scale}
     options["same_bits"] = same_bits
     window = (given.window_size_left, given.window_size_right)
     longest = None if lengths[0] is None else (given.max_q, given.max_k)  # ignored on batches
-    return request_of("flash", inputs, **options, window=window, longest=longest), inputs
+    return request_of("flash", inputs, **options, window=window, longest=longest)
 
 
 @_of("flash", "_flash_attention_forward")
@@ -496,8 +465,8 @@ def rows_forward(options: Options, given: Any) -> tuple | str:
     num_splits = getattr(given, "num_splits", None)
     if num_splits not in (None, 0, 1):
         return f"num_splits is {num_splits}; accepted: None, or 1"
-    request, inputs = _rows(given, given.seqused_k, given.alibi_slopes, same_bits=num_splits == 1)
-    found = forward(request, options, inputs, heads_first=False, return_softmax=given.return_debug_mask)
+    request = _rows(given, given.seqused_k, given.alibi_slopes, same_bits=num_splits == 1)
+    found = forward(request, options, heads_first=False, return_softmax=given.return_debug_mask)
     if isinstance(found, str):
         return found
     return found.out, found.lse, *_flash_state(found)
@@ -521,9 +490,8 @@ def rows_forward_into(options: Options, given: Any) -> Tensor | str:
 
 @_of("flash", "_flash_attention_backward")
 def rows_backward(options: Options, given: Any) -> tuple | str:
-    request, inputs = _rows(given)
     grads = (given.grad_out, given.out, given.logsumexp)
-    return backward(request, inputs, grads, given.rng_state, heads_first=False)
+    return backward(_rows(given), grads, given.rng_state, heads_first=False)
 
 
 STATES = {

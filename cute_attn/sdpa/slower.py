@@ -42,7 +42,7 @@ MASKED_QUERIES = 1
 ROWS: tuple[Row, ...] = (
     Row(
         "one query with a mask",
-        lambda request: request.bias is not None and request.longest[0] <= MASKED_QUERIES,
+        lambda request: request.call.bias is not None and request.call.max_seqlen_q <= MASKED_QUERIES,
         pytorch_ms=12.0,
         ours_ms=19.9,
         measured="gpt-fast's static cache, H200",
@@ -52,7 +52,7 @@ ROWS: tuple[Row, ...] = (
         lambda request: (
             request.backend == "cudnn"
             and not request.learns
-            and request.q[-1] == request.v[-1] == 72
+            and request.call.q.shape[-1] == request.call.v.shape[-1] == 72
             and request.target == "sm90"
         ),
         pytorch_ms=19.3,

@@ -48,8 +48,6 @@ class Cell(NamedTuple):
 
 
 class Row(NamedTuple, Generic[T]):
-    """A row of a table."""
-
     name: str
     keys: tuple[str, ...]
     cells: tuple[Cell | None, ...]

@@ -251,7 +251,6 @@ class QueryTileOrder:
 
     @cute.jit
     def first_head(self, pack: Int32) -> Int32:
-        """The first head of a pack."""
         head = pack
         if cutlass.const_expr(self.heads > 1):
             head_kv, of_kvhead = divmod(pack, self.packs_per_kvhead)
@@ -303,6 +302,5 @@ class WorkClaims:
 
     @cute.jit
     def count_replay(self) -> None:
-        """Count a replayed work tile."""
         if cute.arch.lane_idx() == 0:
             cute.arch.atomic_add(self.counters.iterator + 2, Int32(1), sem="relaxed", scope="gpu")

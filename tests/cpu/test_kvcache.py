@@ -321,31 +321,27 @@ LAZY = {
 
 
 @pytest.mark.parametrize("name", LAZY)
-def test_a_known_plan_is_not_for_lazy_views(name, cuda_on_cpu):
-    """This holds for every argument: either the dispatcher materializes the view, or torch's guards tell it apart."""
+def test_kernels_never_read_lazy_views(name):
+    """This holds for every argument: views are materialized, and caches that the call writes are refused."""
     params = params_of(
         Problem(Case((5, 9), new=(1, 1), rotary=4, alibi="heads", sinks=True), dtype=torch.float16)
     )
-    params = params._replace(alibi_slopes=params.alibi_slopes.float(), sinks=params.sinks.float())
-    kvcache.attend_cuda(*params.values(kvcache.ARGUMENTS))
-    plan = split_kv.known_plan(params)
-    assert plan is not None
-    assert split_kv.known_plan(params) is plan
     for field, x in params.tensors():
         lazy = params._replace(**{field: LAZY[name](x)})
-        assert split_kv.known_plan(lazy) is None, field
         kept = field in ("k_cache", "v_cache")
         assert is_lazy(getattr(lazy.materialized(), field)) == kept, field
-    assert split_kv.known_plan(params._replace(softmax_scale=0.7)) is None
-    assert split_kv.known_plan(params) is plan
 
 
-def test_a_subclass_has_no_known_plan(cuda_on_cpu):
+def test_only_plain_tensors_go_without_the_dispatcher(monkeypatch):
     """A subclass may override the operator."""
-    params = params_of(Problem(CASES["plain"], dtype=torch.float16))
-    own = params._replace(q=params.q.as_subclass(type("Own", (torch.Tensor,), {})))
-    split_kv.plan_for(own)
-    assert split_kv.known_plan(own) is None
+    launched = []
+    machine.gpu(monkeypatch, lambda kernel, target: lambda given: launched.append(kernel))
+    q, k = torch.zeros(2, 1, 2, 64).half(), torch.zeros(2, 24, 2, 64).half()
+    own = q.as_subclass(type("Own", (torch.Tensor,), {}))
+    attention_with_kvcache(own, k, k)
+    assert not launched
+    attention_with_kvcache(q, k, k)
+    assert launched
 
 
 def test_outputs_that_kernels_do_not_write_directly(cuda_on_cpu):
@@ -370,7 +366,7 @@ def test_autograd_knows_what_was_written(path, cuda_on_cpu):
         run(problem, out=out)
     else:
         whole = params_of(problem)
-        kvcache.attend(whole, split_kv.plan_for(whole), out)
+        kvcache.attend(whole, out)
     for y in sums:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward()
@@ -684,16 +680,16 @@ def test_a_record_follows_a_block_mask(monkeypatch):
     assert len(made) < len(found)
 
 
-def test_a_plan_serves_tensors_of_its_functions_of_one_kind():
+def test_a_plan_serves_tensors_of_its_functions_of_one_kind(monkeypatch):
     """Arguments of a registered epilogue are checked once for all calls of the same metadata."""
     load("custom_epilogue")
     problem = Problem(Case((9,), heads=(8, 1), dims=(64, 64)), dtype=torch.float16)
-    keys = [
-        split_kv._key_and_tensors(params_of(problem, epilogues={"relative_position": table}))
-        for table in (torch.zeros(8, 41), torch.zeros(8, 41), torch.zeros(8, 43))
-    ]
-    full = [plans._full_key(*key) for key in keys]
-    assert full[0] == full[1] != full[2]
+    machine.forget_plans(monkeypatch)
+    monkeypatch.setattr(split_kv, "make_plan", lambda call: object())
+    tables = (torch.zeros(8, 41), torch.zeros(8, 41), torch.zeros(8, 43))
+    calls = [params_of(problem, epilogues={"relative_position": table}) for table in tables]
+    made = [split_kv.plan_of(call) for call in calls]
+    assert made[0] is made[1] is not made[2]
 
 
 def test_a_record_follows_what_a_function_reads(monkeypatch):

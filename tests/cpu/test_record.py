@@ -10,8 +10,7 @@ import torch
 import tvm_ffi
 
 from cute_attn.compiler import registry
-from cute_attn.host import record, slots
-from cute_attn.host.padding import Copies
+from cute_attn.host import padding, record, slots
 from cute_attn.host.record import Recording
 from cute_attn.traits import Traits
 from tests import machine
@@ -128,10 +127,8 @@ def test_views_of_an_input_follow_it():
 
 def test_padded_copies_are_part_of_a_record():
     """One input is copied twice, another is not copied. The copied one may start at any address."""
-    layouts = (((4, 1, 8), (8, 8, 1)),) * 3
     pad, unpad = (
-        Copies(copying(Traits(op, "sm80", "fp32", 5, 8, varlen=True)), layouts[:count])
-        for op, count in (("forward_pad", 3), ("backward_unpad", 3))
+        copying(Traits(op, "sm80", "fp32", 5, 8, varlen=True)) for op in ("forward_pad", "backward_unpad")
     )
 
     @kernel
@@ -140,11 +137,11 @@ def test_padded_copies_are_part_of_a_record():
 
     def padded(x, y):
         out = record.empty(x, (4, 1, 5), (5, 5, 1), x.dtype)
-        wide = record.empty(x, *layouts[0], x.dtype)
-        _, second, third = pad.pad((x, x, y), (True, True, False))
+        wide = record.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
+        _, second, third = padding.pad(pad, (x, x, y), (True, True, False))
         assert third is y
         record.launch(add, second, y, wide)
-        unpad.unpad((wide, None, None), (out, None, None))
+        padding.unpad(unpad, (wide, None, None), (out, None, None))
         return (out,)
 
     calls = Calls(padded)
@@ -160,7 +157,7 @@ def test_padded_copies_are_part_of_a_record():
 @pytest.mark.parametrize("recorded", [0, 1], ids=["aligned", "unaligned"])
 def test_only_tensors_that_kernels_read_in_place_have_to_be_aligned(recorded):
     """A tensor that padding copies may start at any address, and so may lengths, whatever the recorded call had."""
-    pad = Copies(copying(Traits("forward_pad", "sm80", "fp32", 5, 8)), (((4, 1, 8), (8, 8, 1)),) * 3)
+    pad = copying(Traits("forward_pad", "sm80", "fp32", 5, 8))
 
     @kernel
     def add(x, y, lengths, out):
@@ -168,7 +165,7 @@ def test_only_tensors_that_kernels_read_in_place_have_to_be_aligned(recorded):
 
     def padded(x, y, lengths):
         out = record.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
-        copy, own, _ = pad.pad((x, y, y), (True, False, False))
+        copy, own, _ = padding.pad(pad, (x, y, y), (True, False, False))
         record.launch(add, copy, own, lengths, out)
         return (out,)
 

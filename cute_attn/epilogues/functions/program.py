@@ -67,7 +67,6 @@ class Nodes:
             ) from None
 
     def node_of(self, tensor: Tensor) -> fx.Node:
-        """The node of a tensor."""
         found = self._nodes.get(id(tensor))
         if found is None or found.meta[VALUE] is not tensor:
             raise TypeError(

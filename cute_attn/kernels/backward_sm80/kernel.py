@@ -509,7 +509,6 @@ class BackwardSm80:
                 more = block < ctx.smem.reload_int("end")
 
     def stage(self, block: Int32, stages: int) -> Int32:
-        """The pipeline stage of a query block."""
         return Int32(Uint32(block) % Uint32(stages)) if stages > 1 else Int32(0)
 
     @cute.jit

@@ -96,14 +96,12 @@ class Producer:
 
     @cute.jit
     def load_keys(self, key_tile: KeyTile, n: Int32) -> None:
-        """Load K of a key block."""
         inputs, shared = self.inputs, self.shared
         shared.pipeline_k.producer_acquire(n)
         inputs.k.load(self.of_keys(inputs.k, key_tile), key_tile.block, shared.s_k, shared.pipeline_k, n)
 
     @cute.jit
     def load_values(self, key_tile: KeyTile, n: Int32) -> None:
-        """Load V of a key block."""
         inputs, shared = self.inputs, self.shared
         shared.pipeline_v.producer_acquire(n)
         inputs.v.load(self.of_keys(inputs.v, key_tile), key_tile.block, shared.s_v, shared.pipeline_v, n)

@@ -112,7 +112,6 @@ class ScoresAhead:
 
     @cute.jit
     def start_s(self, acc_s: cute.Tensor, block: Int32) -> None:
-        """Start S of a query block."""
         head, op, pipeline = self.head, self.head.fragments, self.head.shared.pipeline_q
         n = head.use_of(block)
         pipeline.consumer_wait(n)
@@ -121,7 +120,6 @@ class ScoresAhead:
 
     @cute.jit
     def start_dp(self, acc_dp: cute.Tensor, block: Int32) -> None:
-        """Start dP of a query block."""
         head, op, pipeline = self.head, self.head.fragments, self.head.shared.pipeline_do
         kernel, n = head.kernel, head.use_of(block)
         pipeline.consumer_wait(n)

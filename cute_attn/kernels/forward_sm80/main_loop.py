@@ -141,7 +141,6 @@ class MainLoop:
         self.accumulate(block, acc_s, loaded, stage, masked)
 
     def stage(self, block: Int32) -> Int32:
-        """The stage of a key block."""
         return Int32(Uint32(block) % Uint32(self.kernel.tile.num_stages))
 
     @cute.jit

@@ -82,7 +82,6 @@ class ForwardRole:
         return replace(tile, split=KeySplit.of(blocks, split, params.partials, tile_n))
 
     def tile_of(self, item: WorkItem) -> QueryTile:
-        """The work tile of a broadcast item."""
         tile = self.params.order.of(item.row0, item.head, item.batch, self.params.seqlens)
         return replace(tile, split=item.split)
 

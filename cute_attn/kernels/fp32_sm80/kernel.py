@@ -135,7 +135,6 @@ class ForwardFallback(FollowsSplit):
                 claims.leave()
 
     def run_claimed(self, params: ForwardParams, tile: Int32) -> None:
-        """Compute work tile ``tile``."""
         self.run(dataclasses.replace(params, grid=dataclasses.replace(params.grid, claimed=tile)))
 
     @cute.jit

@@ -75,7 +75,6 @@ class Clock:
 
 @functools.cache
 def sensor() -> Sensor:
-    """The sensor of the current GPU."""
     return Sensor(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
 
