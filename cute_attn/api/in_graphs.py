@@ -25,11 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from cute_attn.api import operators
 from cute_attn.api.block_tables import block_tables
-from cute_attn.epilogues.functions.known import (
-    held_epilogue_of,
-    hold,
-    with_texts,
-)
+from cute_attn.epilogues.functions.known import held_epilogue_of, hold, with_texts
 from cute_attn.epilogues.functions.program import VALUE, Nodes, Program, erase, programs
 from cute_attn.epilogues.functions.trace import SIGNATURES, check_function, trace
 from cute_attn.epilogues.names import TRACED, register_traced

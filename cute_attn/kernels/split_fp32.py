@@ -29,15 +29,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn.device.row_places import RowPlaces
 from cute_attn.device.split_rows import LANES, VECTOR, load_row
-from cute_attn.device.terms import (
-    NO_ROW,
-    fits,
-    magnitude,
-    power_of_two,
-    products_fit,
-    scale_exponent,
-    split,
-)
+from cute_attn.device.terms import NO_ROW, fits, magnitude, power_of_two, products_fit, scale_exponent, split
 from cute_attn.kernels import fakes
 from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.tiles import padded
