@@ -74,6 +74,16 @@ def test_a_wrong_formula_is_found(name, wrong):
     assert str(found).count("wrong\n") + str(found).endswith("wrong") >= 2
 
 
+def test_a_function_that_changes_no_score_has_nothing_to_compare():
+    def same(score, b, h, q_idx, kv_idx):
+        return score
+
+    assert str(check_epilogue(same)).splitlines() == [
+        "epilogue 'same' against its reference",
+        "  nothing to compare: it changes no score",
+    ]
+
+
 WRONG = """
 ForwardWrong -> ValueError: epilogue 'scaled_forward_wrong' takes 1 arguments; accepted without them
 "absent" -> ValueError: no epilogue is registered as 'absent'
@@ -81,6 +91,13 @@ ForwardWrong -> ValueError: epilogue 'scaled_forward_wrong' takes 1 arguments; a
 int -> TypeError: epilogue is <class 'int'>; accepted: a registered Epilogue or its name, or
 None -> TypeError: epilogue is None; accepted: a registered Epilogue or its name, or
 """
+
+
+def test_a_class_without_its_methods_is_refused():
+    with pytest.raises(
+        TypeError, match="'bare' has no forward and no reference; accepted: a class with both"
+    ):
+        register_epilogue("bare")(type("Bare", (Epilogue,), {}))
 
 
 @refusals.each(WRONG)
