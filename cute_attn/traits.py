@@ -92,6 +92,8 @@ _TOKENS: dict[str, tuple[str, object]] = {
     "seqused_q": ("seqused_q", True),
     "seqused_k": ("seqused_k", True),
     "bias_grad": ("bias_grad", True),
+    "bias_tangent": ("bias_tangent", True),
+    "sinks_tangent": ("sinks_tangent", True),
     "lse_grad": ("lse_grad", True),
     **{f"rotary_{pairs}": ("rotary", pairs) for pairs in ROTARY},
     "rotate_q": ("rotate_q", True),
@@ -113,6 +115,7 @@ _ONLY_IN: dict[str, tuple[str, ...]] = {
     "sinks": ("forward", "jvp", "kvcache", "combine", "combine_stream_k"),
     "max_scores": ("forward", "kvcache"),
     "bias_grad": ("backward",),
+    **dict.fromkeys(("bias_tangent", "sinks_tangent"), ("jvp",)),
     "lse_grad": ("backward_preprocess",),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
     **dict.fromkeys(("paged", "batch_idx"), ("append", "kvcache")),
@@ -206,6 +209,7 @@ class Traits:
         varlen: sequences are packed one after the other, with cumulative lengths.
         seqused_q, seqused_k: lengths limit each batch's queries or keys.
         bias_grad: the bias's gradient is computed too. Op backward, with a bias.
+        bias_tangent, sinks_tangent: the bias or the sinks have a tangent, too. Op jvp, with a bias or sinks.
         lse_grad: LSE has a gradient; it flows into q and k. Op backward_preprocess.
         rotary: ``""``, or which pairs of elements a rotary embedding rotates: ``interleaved`` (2i, 2i + 1) or
             ``halves`` (i, i + pairs). Op append, like ``rotate_q`` and ``varlen_new``.
@@ -246,6 +250,8 @@ class Traits:
     seqused_q: bool = False
     seqused_k: bool = False
     bias_grad: bool = False
+    bias_tangent: bool = False
+    sinks_tangent: bool = False
     lse_grad: bool = False
     rotary: str = ""
     rotate_q: bool = False
@@ -300,10 +306,14 @@ class Traits:
             )
         if self.rotate_q and not self.rotary:
             raise ValueError(f"rotate_q is True without rotary; accepted: with rotary {' or '.join(ROTARY)}")
-        if self.bias_grad and not self.bias:
-            raise ValueError(
-                "bias_grad is True without a bias; accepted: with bias " + " or ".join(BIAS_DTYPES)
-            )
+        for name, needs, accepted in (
+            ("bias_grad", "bias", BIAS_DTYPES),
+            ("bias_tangent", "bias", BIAS_DTYPES),
+            ("sinks_tangent", "sinks", SINK_DTYPES),
+        ):
+            if getattr(self, name) and not getattr(self, needs):
+                which = " or ".join(accepted)
+                raise ValueError(f"{name} is True without {needs}; accepted: with {needs} {which}")
         for name in (*self.epilogues, *([self.variant] if self.variant else [])):
             if not is_word(name):
                 raise ValueError(

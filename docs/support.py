@@ -40,6 +40,8 @@ NAMES = {
 }
 NEEDS: dict[str, dict[str, Any]] = {
     "bias_grad": {"bias": "bf16"},
+    "bias_tangent": {"bias": "bf16"},
+    "sinks_tangent": {"sinks": "bf16"},
     "rotate_q": {"rotary": "interleaved"},
     "varlen_k": {"varlen": True},
 }

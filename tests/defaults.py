@@ -106,8 +106,8 @@ FURTHER = [
     "combine_stream_k-sm90-fp32-d128-causal-seqused_k",
     "combine-sm90-bf16-d59-aligned_1",
     # These replace several kernels, each with one of the features.
-    "jvp-sm80-bf16-d64-window-softcap-alibi-bias_bf16-sinks_bf16-dropout_mem_efficient-varlen-seqused_k",
-    "jvp-sm80-fp16-d128-causal-softcap-alibi-bias_fp32-dropout-varlen-seqused_k",
+    "jvp-sm80-bf16-d64-window-softcap-alibi-bias_bf16-sinks_bf16-dropout_mem_efficient-varlen-bias_tangent-sinks_tangent",
+    "jvp-sm80-fp16-d128-causal-softcap-alibi-bias_fp32-dropout-varlen-seqused_k-bias_tangent",
     "forward-sm80-bf16-d64-causal-sinks_bf16-dropout_mem_efficient",
     "forward-sm90-fp16-d128-causal-sinks_bf16-dropout_mem_efficient",
     "backward-sm90-fp16-d64-window-softcap-alibi-dropout_mem_efficient-varlen-seqused_k",

@@ -92,7 +92,7 @@ def _list(kernel: Constexpr, kinds: cute.Tensor, of_queries: tuple, of_keys: tup
         kernel.write(kinds, BlockCounts(*of_queries), BlockCounts(*of_keys), Int32(line))
 
 
-def emulated_visits(kinds, block_size, batch, seqlen_q, nheads, seqlen_k, nheads_kv):
+def emulated_visits(kinds, block_size, batch, seqlen_q, nheads, seqlen_k, nheads_kv, in_order=0):
     """The result of :func:`cute_attn.host.block_masks.block_lists`."""
     kernel = ListVisits(Traits("block_visits", "sm80", "bf16", LISTED_ROWS), BlockListsTile())
     rows, columns = (-(-n // LISTED_ROWS) for n in (seqlen_q, seqlen_k))
@@ -100,7 +100,7 @@ def emulated_visits(kinds, block_size, batch, seqlen_q, nheads, seqlen_k, nheads
     lists = [torch.full((*kinds.shape[:2], *shape), -7, dtype=torch.int32) for shape in shapes]
     group = nheads // nheads_kv if kinds.shape[1] > 1 else 1
     table, *written = map(dynamic, (kinds, *lists))
-    numbers = seqlen_q, seqlen_k, *block_size, group
+    numbers = seqlen_q, seqlen_k, *block_size, group, in_order
     with no_arguments():
         compiled = cute.compile(_visit, kernel, table, tuple(written[:2]), tuple(written[2:]), numbers)
     compiled(table, tuple(written[:2]), tuple(written[2:]))

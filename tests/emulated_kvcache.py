@@ -96,6 +96,10 @@ def combine_stream_k(kernel, given):
     assert (given.seqlens.cu_seqlens_q is not None) == kernel.traits.varlen
 
 
+def list_blocks(kernel, given):
+    """Write nothing: by definition attention reads the kinds of a mask's blocks, not the lists."""
+
+
 def patch(monkeypatch, gpu: bool = False) -> list:
     """CUDA launches accept CPU tensors; returns the chosen kvcache kernels. gpu: calls use records too."""
     chosen = []
@@ -103,7 +107,8 @@ def patch(monkeypatch, gpu: bool = False) -> list:
     def launched(kernel, target):
         if kernel.traits.op == "append":
             return emulated_append.launched(kernel, target)
-        run = {"combine": merge, "combine_stream_k": combine_stream_k, "kvcache": attend}[kernel.traits.op]
+        merges = {"combine": merge, "combine_stream_k": combine_stream_k}
+        run = {**merges, "kvcache": attend, "block_visits": list_blocks}[kernel.traits.op]
         chosen.extend([kernel] if run is attend else ())
         declared = fakes(kernel)
 

@@ -15,6 +15,7 @@ from cute_attn.api.append import ARGUMENTS as APPEND
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
+from cute_attn.host.block_masks import kinds_of
 from cute_attn.host.call import Call
 from cute_attn.reference import kvcache as ref
 from tests.fuzz import oracle
@@ -42,6 +43,7 @@ class Case:
     softcap: float = 0.0
     alibi: str = ""  # "heads" or "batch"
     blocks: str = ""  # a BlockMask: "one" for all sequences and heads, or one for "each"
+    block: int = 8  # rows and columns of its blocks
     bias: str = ""  # "whole", or the dimensions of size 1 among "bhq"
     sinks: bool = False
     tree: bool = False
@@ -236,7 +238,7 @@ class Problem:
         sizes = zip("bhqk", shape, strict=True)
         bias = 2 * randn(*(1 if axis in case.bias else n for axis, n in sizes))
         sizes = shape[:2] if case.blocks == "each" else (1, 1)
-        self.blocks = block_mask_of(*sizes, *shape[2:]) if case.blocks else None
+        self.blocks = block_mask_of(*sizes, *shape[2:], case.block) if case.blocks else None
         self.bias = None
         if case.bias:
             self.bias = bias.masked_fill(bias > 3, -math.inf)
@@ -289,6 +291,15 @@ class Problem:
     @property
     def cache(self) -> ref.Cache:
         return ref.Cache(self.k, self.v, self.table, self.int32(self.case.batch_idx))
+
+    def hide(self) -> None:
+        """Fill the keys and values of blocks that no query of a kv head sees with NaN."""
+        case, seen = self.case, (kinds_of(self.blocks) > 0).any(2)
+        seen = seen.expand(case.batch, case.heads[0], -1).unflatten(1, (case.heads[1], -1)).any(2)
+        for b, length in enumerate(case.lengths):
+            for row in range(length):
+                for x in (self.k, self.v):
+                    x[self.place(b, row)][~seen[b, :, row // case.block]] = math.nan
 
     def append(self) -> Call:
         """Only the append."""

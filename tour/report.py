@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +147,10 @@ def measure(report: Any = print, milliseconds: float = 100.0) -> dict[str, Any]:
     from cute_attn.lab.benchmark.workload import Workload
 
     checks = {}
-    for number, entry in FORWARD_LEVELS.items():
-        checks[str(number)] = check_apart(entry)
-        report(f"level {number}: {checks[str(number)] or 'right'}")
+    with ThreadPoolExecutor() as pool:  # of processes, which mostly compile
+        for number, error in zip(FORWARD_LEVELS, pool.map(check_apart, FORWARD_LEVELS.values()), strict=True):
+            checks[str(number)] = error
+            report(f"level {number}: {error or 'right'}")
 
     def run(entry: Entry) -> Any:
         def implementation(workload: Any, x: Any) -> Any:

@@ -578,7 +578,7 @@ def _attend(
         packed = None
         if block_mask is not None and given[0]:
             packed = packed_sequences(tensors, given[1:3])
-        found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1], packed)
+        found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1], packed and packed[:2])
         if found is None:
             return result_of(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
         key, own, read, tables = found

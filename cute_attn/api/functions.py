@@ -5,21 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks
 
 from cute_attn.epilogues.functions.known import epilogue_of, hold
-from cute_attn.epilogues.functions.trace import check_function
 from cute_attn.host.block_masks import (
     Packed,
-    blocks_of,
-    check_block_mask,
-    check_fits,
     epilogue_of_block_mask,
-    functions_of,
-    kinds_for_cache,
 )
 from cute_attn.host.call import Call, given_epilogues
-from cute_attn.host.checks import check_attention, check_int32, check_starts
+from cute_attn.host.checks import check_int32, check_starts
 from cute_attn.host.memory import Tensors
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.values import check_dense, check_present, length, wrong_shape
@@ -34,17 +27,21 @@ _SEQUSED_K = Call._fields.index("seqused_k")
 
 
 def all_epilogues(
-    tensors: Tensors, epilogues: Epilogues, functions: Functions, longest: Sequence[Any] | None = None
+    tensors: Tensors,
+    epilogues: Epilogues,
+    functions: Functions,
+    longest: Sequence[Any] | None = None,
+    packed: Packed | None = None,
 ) -> Epilogues:
     """The call's named epilogues, followed by the epilogues of its functions and of its BlockMask.
 
     Args:
         tensors: q and k first; with a BlockMask, all tensors in the order of :func:`cute_attn.api.attention._attend`.
         longest: queries and keys of the longest packed sequence; None for batches.
+        packed: with a BlockMask, the sequences of a cache.
     """
     (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
-    packed = None
-    if block_mask is not None:
+    if block_mask is not None and packed is None:
         packed = packed_sequences(tensors, longest)
         if packed is None:
             _check_for_block_mask(q, k, tensors[_SEQUSED_K])
@@ -61,33 +58,6 @@ def all_epilogues(
             epilogues = {**given_epilogues(epilogues), name: made}
             _hold_for_graphs(name, q)
     return epilogues
-
-
-def with_block_mask(call: Call, functions: Functions) -> Functions:
-    """The functions of a call with a cache, with its BlockMask as a part of mask_mod, which reads the blocks' kinds.
-
-    call: all other arguments.
-    """
-    score_mod, mask_mod, block_mask = functions
-    if block_mask is None:
-        return functions
-    check_block_mask(block_mask)
-    if not torch.compiler.is_compiling():
-        check_attention(call)
-    batch, heads, heads_kv = call.batch, call.nheads, call.k_cache.shape[2]
-    if in_a_graph(functions):  # its lists, of one block, are not read
-        kinds, *_ = in_graphs().block_tables(blocks_of(block_mask), batch, 1, heads, 1, heads_kv)
-    else:
-        kinds = kinds_for_cache(block_mask, (*call.q.shape, *call.k_cache.shape))
-    sizes = (batch, call.max_seqlen_q, heads, call.cache.capacity, heads_kv)
-    check_fits(block_mask, kinds, call.q.device, *sizes)
-    if not all(sizes):
-        return score_mod, mask_mod, None
-    own, *_ = functions_of(block_mask, kinds, *sizes)
-    if mask_mod is None:
-        return score_mod, own, None
-    check_function("mask_mod", mask_mod)
-    return score_mod, and_masks(mask_mod, own), None
 
 
 def packed_sequences(tensors: Tensors, longest: Sequence[Any] | None) -> Packed | None:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from cute_attn.api import append
 from cute_attn.api.attention import Result, Window, resolve_mask, result_of
-from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, with_block_mask
+from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node
 from cute_attn.api.operators import nothing
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.host import plans, record
 from cute_attn.host.append import launch as launch_append
 from cute_attn.host.bias import readable
+from cute_attn.host.block_masks import Packed
 from cute_attn.host.call import (
     LARGE_HEAD_DIM,
     Call,
@@ -167,7 +168,8 @@ check_lengths
     block_mask : torch.nn.attention.flex_attention.BlockMask, optional
         As for :func:`cute_attn.attention`, made for batch sequences or 1, nheads heads or 1, seqlen_q queries or more,
         and at least as many keys as a sequence may have: an entry's rows, or the rows of all its pages. Its queries are
-        those of this call, its keys those of a sequence, from cache_leftpad. Kernels read the blocks that it hides.
+        those of this call, its keys those of a sequence, from cache_leftpad. Blocks that it hides from all query heads
+        of a key head are not read, except with cache_leftpad, in fp32 and for head dims above 256.
     num_splits : int
         How the keys of a query block are split on CUDA. 0: depends on shapes, mostly stream-K (all key blocks in equal
         ranges, one for each CTA that fits the GPU at once); 1: no split; n up to 512: n splits. Repeated calls are
@@ -222,18 +224,21 @@ check_lengths
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
     named = type(epilogues) is not tuple or epilogues
     masked, tables = mask_mod is not None or block_mask is not None, None
+    shapes: tuple = ()
     if (named or score_mod is not None or masked) and not users and isinstance(q, Tensor):
-        sizes, brought = None, None
-        if block_mask is not None and isinstance(k_cache, Tensor):
-            sizes = (), (*q.shape, *k_cache.shape)
+        brought, packed = None, None
+        if block_mask is not None:
+            of_tables = getattr(page_table, "shape", None), getattr(cu_seqlens_q, "shape", None)
+            shapes = q.shape, getattr(k_cache, "shape", None), *of_tables, max_seqlen_q
+            packed = (), shapes
         if not torch.compiler.is_compiling():
-            brought = plans.read_by(options, len(options) - 1, functions, q, k_cache, sizes)
+            brought = plans.read_by(options, len(options) - 1, functions, q, k_cache, packed)
         if brought is None:
             users = True
         else:
             key, own, read, tables = brought
             given = (*given, *own)
-    arguments = (functions, tensors, out, options)
+    arguments = (functions, tensors, out, options, shapes)
     if (
         users
         or check_lengths is not False
@@ -266,8 +271,13 @@ def _are_latent(k_cache: Tensor, v_cache: Any) -> bool:
     return dense and is_latent(k_cache, v_cache)
 
 
-def _attend(functions: Functions, tensors: Tensors, out: Tensor | None, options: tuple) -> Outputs:
-    """out, lse, and max_scores or None, of a call that repeats no record; tensors: in the order of ``_TENSORS``."""
+def _attend(
+    functions: Functions, tensors: Tensors, out: Tensor | None, options: tuple, shapes: tuple
+) -> Outputs:
+    """out, lse, and max_scores or None, of a call that repeats no record; tensors: in the order of ``_TENSORS``.
+
+    shapes: the key of a BlockMask's lists.
+    """
     call = Call.of(_TENSORS, tensors)
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
     rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, *others = options
@@ -294,7 +304,13 @@ def _attend(functions: Functions, tensors: Tensors, out: Tensor | None, options:
         softcap=number("softcap", softcap), kernel=kernel_name(kernel), tile=tile_text("tile", tile),
         num_splits=num_splits, same_bits=bool(same_bits), aux="max_scores" if return_max_scores else "",
     )  # fmt: skip
-    named = all_epilogues(tensors, named, with_block_mask(call, functions))
+    sequences = None
+    if functions[2] is not None:
+        if not torch.compiler.is_compiling():
+            check_attention(call)
+        sizes = (call.batch, call.max_seqlen_q, call.nheads, call.cache.capacity, k_cache.shape[2], 1)
+        sequences = Packed((), sizes, shapes)
+    named = all_epilogues(tensors, named, functions, packed=sequences)
     epilogues, epilogue_tensors, epilogue_numbers = pack_epilogues(named)
     call = call._replace(
         epilogues=epilogues,

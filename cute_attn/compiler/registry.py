@@ -295,6 +295,9 @@ def _attention_defaults(op: str, arch: str) -> list[tuple[Traits, str]]:
     features = _FEATURES
     if op == "backward":
         features = features.replace("bias_bf16", "bias_bf16-bias_grad").replace("causal-sinks_bf16", "")
+    if op == "jvp":
+        for moved in ("bias_bf16", "sinks_bf16"):
+            features = features.replace(moved, f"{moved}-{moved.partition('_')[0]}_tangent")
     for head_dim, extra in itertools.product((64, 128), features.split()):
         pairs.append((Traits.parse(f"{op}-{arch}-bf16-d{head_dim}-{extra}"), MEASURED))
     if arch == "sm90":

@@ -219,7 +219,7 @@ def warpgroup_any(warpgroup: Int32, flag: Boolean) -> Boolean:
     return Boolean(Int32(how_many) != 0)
 
 
-CONSUMER_BARRIER = FIRST_WARPGROUP_BARRIER + 3
+CONSUMER_BARRIER = FIRST_WARPGROUP_BARRIER + 4
 
 
 @cute.jit

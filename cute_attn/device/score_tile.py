@@ -34,6 +34,9 @@ class ScoreContext:
     score_scale: Float32
     inv_score_scale: Float32
     gradient_scale: Float32 | None = None  # factor of a backward's dS: 1 / (1 - dropout_p)
+    tangent_scale: Float32 | None = (
+        None  # factor of tangents of scores, 1 after an epilogue with ``adds_tangents``
+    )
     first_key: Int32 | None = None  # the first key, if that is not key 0
     first_row: Int32 | None = (
         None  # query 0's row among all sequences' rows, for an epilogue with a row per query

@@ -120,6 +120,33 @@ class Epilogue:
         )
 
     @classmethod
+    def with_tangents(cls, moved: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+        """The name of an epilogue for kernels of tangents that also takes those of a call's arguments.
+
+        Also returns those of the ``moved`` argument numbers on which scores depend. The epilogue has the same
+        arguments, then the tangents of these, whose last stride is 1. None if unsupported.
+        """
+        return None
+
+    @property
+    def tangents_may_be_nan(self) -> bool:
+        """True if :meth:`tangents` may leave NaN or infinity at hidden scores."""
+        return False
+
+    @property
+    def adds_tangents(self) -> bool:
+        """True if tangents of a call's tensors are added by :meth:`tangents`."""
+        return False
+
+    def tangents(self, state: Any, tile: ScoreTile, saved: Any) -> None:
+        """Convert tangents of scores before in ``tile.acc`` into tangents of scores after, in place.
+
+        By default those of a function of scores alone: :meth:`backward`. With ``adds_tangents``, tangents of tensors
+        are added to ``tile.acc * context.tangent_scale``.
+        """
+        self.backward(state, tile, saved)
+
+    @classmethod
     def differentiable(cls) -> bool:
         """False if the class has no ``backward`` and so serves forward kernels only."""
         return cls.backward is not Epilogue.backward

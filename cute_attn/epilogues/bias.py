@@ -42,6 +42,7 @@ class BiasRows:
     paired: Boolean  # rows are aligned to pairs: an element of an even column and the next one are one load
     score_scale: Float32
     gradient: Any = None  # GradientRows, where one is wanted
+    tangent: Any = None  # BiasRows of the bias's tangent, if it has one
     first_key: Int32 | None = None  # the first column, if that is not column 0
     heads: Any = None  # with a cache: (stride of a head, the last head relative to this one)
 
@@ -64,18 +65,25 @@ class Bias(Epilogue):
 
     With ``cached`` keys, rows of a tile may have different heads, and column 0 of the tensor is the sequence's first
     key. Keys beyond the last column read that column, so one column serves all keys.
+
+    A ``tangent`` is loaded ``ahead``, after the bias has been added, into the same registers, or row by row when it is
+    added.
     """
 
     dtype: str
     gradient: bool = False
     cached: bool = False
+    tangent: bool = False
+    ahead: bool = False
     name = "bias"
 
     def fake_args(self) -> tuple:
-        bias = plain(self._dtype, 4)
-        return (bias, plain(self._dtype, 4), Int32(0)) if self.gradient else (bias,)
+        tensors = tuple(plain(self._dtype, 4) for _ in range(1 + (self.gradient or self.tangent)))
+        return (*tensors, Int32(0)) if self.gradient else tensors
 
     def host_args(self, inputs: ScoreInputs) -> tuple:
+        if self.tangent:
+            return (inputs.bias, inputs.bias_tangent)
         if not self.gradient:
             return (inputs.bias,)
         bias, grad = inputs.bias, inputs.grad_bias
@@ -112,6 +120,10 @@ class Bias(Epilogue):
                 first_key=context.first_key,
                 heads=(Int64(head_stride), context.nheads - 1 - context.head),
             )
+        if cutlass.const_expr(self.tangent):
+            names = ("pointer", "row_stride", "paired", "score_scale")
+            own = (*self._plane(args[1], context), context.tangent_scale)
+            rows = replace(rows, tangent=replace(rows, **dict(zip(names, own, strict=True))))
         return rows
 
     def _plane(self, tensor: cute.Tensor, context: ScoreContext) -> tuple[cute.Pointer, Int64, Boolean]:
@@ -206,11 +218,12 @@ class Bias(Epilogue):
             start += Int64(cutlass.min(tile.heads[r], last)) * head_stride
         return state.pointer + start
 
-    def forward(self, state: BiasRows, tile: ScoreTile, loaded: Any) -> None:
+    def forward(self, state: BiasRows, tile: ScoreTile, loaded: Any) -> Any:
         if tile.tma_bias is not None:
             self._add_tma_bias(state, tile)
-            return
+            return None
         self._add_to_scores(state, tile, self._exchange(tile, loaded) if self._exchanged(tile) else loaded)
+        return self._load(state.tangent, tile) if self.ahead else None
 
     def _exchange(self, tile: ScoreTile, loaded: cute.Tensor) -> cute.Tensor:
         """The thread's words, each a pair of rows, after an exchange of the words that lanes loaded."""
@@ -275,6 +288,19 @@ class Bias(Epilogue):
 
     def backward(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
         """Do nothing: the derivative of a sum is 1."""
+
+    @property
+    def adds_tangents(self) -> bool:
+        return self.tangent
+
+    def tangents(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:
+        if self.ahead:
+            self._add_to_scores(state.tangent, tile, saved)
+        elif self.tangent:
+            for r in range(len(tile.rows)):
+                acc = cute.domain_offset((r, 0), tile.acc)
+                row = replace(tile, acc=acc, rows=tile.rows[r : r + 1])
+                self._add_to_scores(state.tangent, row, self._load(state.tangent, row))
 
     @cute.jit
     def add_gradients(self, state: BiasRows, tile: ScoreTile, saved: Any) -> None:

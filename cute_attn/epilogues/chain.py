@@ -61,6 +61,7 @@ class EpilogueChain:
     differentiable: bool = False  # in a kernel of derivatives: ``forward`` returns values for ``backward``
     maxima: Maxima | None = None
     visits_lists: bool = False  # only listed blocks; those without a mask leave out the lists' epilogue
+    in_order: bool = False  # lists are those of a cache
 
     @staticmethod
     def of(traits: Traits, tile: Any = None) -> "EpilogueChain":
@@ -84,20 +85,29 @@ class EpilogueChain:
         if traits.alibi:
             modifiers.append(Alibi())
         if traits.bias:
-            modifiers.append(Bias(traits.bias, traits.bias_grad, traits.op == "kvcache"))
+            tangent = traits.bias_tangent
+            ahead = (
+                tangent
+                and traits.bias != "fp32"
+                and not (traits.softcap or traits.epilogues or traits.dropout)
+            )
+            modifiers.append(Bias(traits.bias, traits.bias_grad, traits.op == "kvcache", tangent, ahead))
         if traits.tree:
             modifiers.append(Tree())
         modifiers += [user_epilogue(name).of(traits) for name in traits.epilogues]
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
-        sinks = Sinks(traits.sinks) if traits.sinks else None
+        sinks = Sinks(traits.sinks, traits.sinks_tangent) if traits.sinks else None
         listed = any(m.lists_blocks for m in modifiers)
         alone = not (traits.mask or traits.seqused_q or traits.seqused_k)
+        in_order = traits.op == "kvcache"
+        if in_order:  # of a list in order, bounds leave a range; but leftpad moves keys against blocks
+            alone = traits.split in ("", "fixed") and not traits.leftpad
         visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]
         maxima = Maxima(traits.varlen) if traits.max_scores else None
         of_traits = (traits.softcap, traits.top_left, sinks, derivatives, maxima)
-        return EpilogueChain(Mask.of(traits), tuple(modifiers), dropout, *of_traits, visits)
+        return EpilogueChain(Mask.of(traits), tuple(modifiers), dropout, *of_traits, visits, in_order)
 
     @staticmethod
     def decline(traits: Traits) -> str | None:
@@ -137,6 +147,19 @@ class EpilogueChain:
     def scale_log2(self, score_scale: Float32) -> Float32:
         """log2(e) times the factor that converts accumulators after all modifiers to scores; see ``ScoreContext``."""
         return Float32(LOG2_E) if self.has_bias else score_scale * LOG2_E
+
+    @property
+    def adds_tangents(self) -> bool:
+        """True if :meth:`tangents` adds tangents of tensors, and so multiplies by the softmax scale."""
+        return any(m.adds_tangents for m in self.modifiers)
+
+    def tangent_scale(self, softmax_scale: Float32) -> Float32:
+        """The factor that converts accumulators after :meth:`tangents` to tangents of scores."""
+        return Float32(1.0) if self.adds_tangents else softmax_scale
+
+    def tangents_may_be_nan(self, masked: bool) -> bool:
+        """True if :meth:`tangents` may leave NaN or infinity at hidden scores. masked: if the mask was applied."""
+        return (masked and self.adds_tangents) or any(m.tangents_may_be_nan for m in self.modifiers)
 
     def fake_args(self) -> tuple:
         """The cap, then the fake arguments of mask, modifiers, dropout and sinks."""
@@ -187,7 +210,7 @@ class EpilogueChain:
             max_seqlen_q=seqlens.max_seqlen_q, max_seqlen_k=seqlens.max_seqlen_k,
             shift=Int32(0) if self.top_left else info.seqlen_k - info.seqlen_q, softmax_scale=scale,
             score_scale=score_scale, inv_score_scale=1.0 / score_scale, gradient_scale=gradient_scale,
-            first_key=info.first_key, first_row=first_row, heads_left=heads_left,
+            tangent_scale=scale, first_key=info.first_key, first_row=first_row, heads_left=heads_left,
         )  # fmt: skip
 
     def begin(self, args: tuple, context: ScoreContext) -> ScoreState:
@@ -197,6 +220,8 @@ class EpilogueChain:
             begun.append(part.begin(own, context))
             if isinstance(part, Bias):
                 context = replace(context, score_scale=Float32(1.0), inv_score_scale=Float32(1.0))
+            if isinstance(part, Epilogue) and part.adds_tangents:
+                context = replace(context, tangent_scale=Float32(1.0))
         dropout = begun.pop() if self.dropout else None
         maxima = begun.pop() if self.maxima else None
         return ScoreState(begun[0], tuple(begun[1:]), dropout, maxima)
@@ -218,7 +243,11 @@ class EpilogueChain:
         """The key blocks that the query block [row0, end_row) visits."""
         if self.visits_lists:
             modifier, own = self._listed(state)
-            return modifier.key_blocks(own, row0, tile_n)
+            listed = modifier.key_blocks(own, row0, tile_n)
+            if not self.in_order:
+                return listed
+            seen = BlockRange.of_queries(state.band, row0, end_row, tile_n)
+            return listed.within(seen, state.band.has_first)
         return BlockRange.of_queries(state.band, row0, end_row, tile_n)
 
     def query_blocks(
@@ -254,7 +283,8 @@ class EpilogueChain:
             self._modify(modifier, own, tile, read, masked, partial)
             for modifier, own, read in zip(self.modifiers, state.modifiers, loaded, strict=True)
         )
-        if masked and (ends is True or not self.visits_lists):
+        edges = self.mask.causal or self.mask.windowed
+        if masked and (ends is True or edges or not self.visits_lists):
             self.mask.forward(state.band, tile)
         elif masked and ends is not False:
             run_if(ends, functools.partial(self.mask.forward, state.band, tile))
@@ -280,7 +310,7 @@ class EpilogueChain:
         """Convert d(loss)/d(scores after all modifiers) in ``tile.acc`` to d(loss)/d(scores before), in place.
 
         Gradients lack the factor ``context.gradient_scale``. Modifiers act on each score separately, so the same
-        factors convert tangents of the scores before to tangents of the scores after: :meth:`tangents`.
+        factors convert tangents of the scores before to tangents of the scores after.
 
         adds: if several CTAs have the same scores, True in the CTA that adds the tensors' gradients; else None.
         """
@@ -293,9 +323,12 @@ class EpilogueChain:
             modifier.backward(own, tile, kept)
 
     def tangents(self, state: ScoreState, tile: ScoreTile, saved: tuple) -> None:
-        """Convert tangents of the scores before all modifiers to tangents of the scores after, in ``tile.acc``."""
+        """Convert tangents of the scores before all modifiers to tangents of the scores after, in ``tile.acc``.
+
+        They are divided by the softmax scale, afterwards by :meth:`tangent_scale`.
+        """
         for modifier, own, kept in zip(self.modifiers, state.modifiers, saved, strict=True):
-            modifier.backward(own, tile, kept)
+            modifier.tangents(own, tile, kept)
 
     def drop(self, state: ScoreState, tile: ScoreTile, p: cute.Tensor) -> None:
         """Zero the dropped elements of p: P in 16 bits, (rows, cols)."""
@@ -320,7 +353,15 @@ class EpilogueChain:
         self, args: tuple, head: Int32, heads_left: Int32 | None, score_map: ScoreMap
     ) -> tuple[Float32, ...] | None:
         """The attention sink of each of the thread's rows, see :meth:`Sinks.of_rows`; None without sinks."""
-        return self.sinks.of_rows(args[-1], head, heads_left, score_map) if self.sinks else None
+        return self.sinks.of_rows(args[-1][0], head, heads_left, score_map) if self.sinks else None
+
+    def sink_tangents_of_rows(
+        self, args: tuple, head: Int32, score_map: ScoreMap
+    ) -> tuple[Float32, ...] | None:
+        """The tangents of :meth:`sinks_of_rows`, all of one head; None if the sinks have none."""
+        if not (self.sinks and self.sinks.tangent):
+            return None
+        return self.sinks.of_rows(args[-1][1], head, None, score_map)
 
     def store_maxima(self, state: ScoreState, seen: cute.Tensor, score_map: ScoreMap, row0: Int32) -> None:
         """Store a thread's greatest scores, (rows), after the last key block of a work tile, if they are an output."""

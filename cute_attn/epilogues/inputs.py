@@ -19,6 +19,7 @@ class ScoreInputs:
         grad_bias: the bias gradient, zeros with the bias's extents: in its dtype if each element belongs to one score,
             otherwise fp32, added to atomically in any order.
         sinks: (nheads,), attention sinks: natural logits.
+        bias_tangent, sinks_tangent: tangents, with the extents and dtypes of bias and sinks.
         tree_mask: int32 (queries of all sequences, words): bit j of a row is 1 if that query sees the j-th of its
             sequence's last seqlen_q keys.
         max_scores: fp32 like LSE, -inf: raised to each row's greatest score.
@@ -34,6 +35,8 @@ class ScoreInputs:
     bias: Any = None
     grad_bias: Any = None
     sinks: Any = None
+    bias_tangent: Any = None
+    sinks_tangent: Any = None
     tree_mask: Any = None
     max_scores: Any = None
     softcap: float = 0.0

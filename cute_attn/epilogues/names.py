@@ -95,6 +95,12 @@ def held(names: Iterable[str], op: str) -> int:
     return sum(user_epilogue(name).held(op in ("backward", "jvp")) for name in names if is_registered(name))
 
 
+def adds_tangents(names: Iterable[str]) -> bool:
+    """True if tensors of one of the functions have tangents; False for classes."""
+    found = (user_epilogue(name) for name in names if is_registered(name))
+    return any(not isinstance(one, type) and one.adds_tangents for one in found)
+
+
 def reads_keys(names: Iterable[str]) -> bool:
     """True if the effect of one of the epilogues on a score may depend on the key."""
     return any(not is_registered(name) or user_epilogue(name).reads_keys for name in names)

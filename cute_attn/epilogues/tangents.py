@@ -1,6 +1,7 @@
 """Forward-mode derivative: tangents of a score tile and of its rows' statistics, next to the online softmax.
 
-With ``_dot`` for tangents, P for the probabilities of the scores S, and sums over a row's keys::
+With ``_dot`` for tangents, P for the probabilities of the scores S, and sums over a row's keys, and over its sink in
+lse_dot::
 
     lse_dot = sum P S_dot
     out_dot = sum P (S_dot - lse_dot) v + P v_dot
@@ -24,7 +25,7 @@ class RowTangents:
     only P v_dot remains.
 
     center: (rows), equal in the four lanes of a row; total: (rows), sum of P (S_dot - center) over the thread's
-    elements, under the online softmax's maximum. scale: factor of S_dot, the softmax scale.
+    elements, under the online softmax's maximum. scale: factor of S_dot, ``EpilogueChain.tangent_scale``.
     """
 
     center: cute.Tensor
@@ -32,12 +33,12 @@ class RowTangents:
     scale: Float32
 
     @staticmethod
-    def make(rows: int, softmax_scale: Float32) -> "RowTangents":
+    def make(rows: int, scale: Float32) -> "RowTangents":
         """Initial statistics, before a row has seen a key."""
         center, total = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
         center.fill(0.0)
         total.fill(0.0)
-        return RowTangents(center, total, softmax_scale)
+        return RowTangents(center, total, scale)
 
     def sums(
         self, r: Constexpr, p: cute.Tensor, dot: cute.Tensor, guarded: Constexpr
@@ -76,7 +77,7 @@ class RowTangents:
         """Process one key block; called by whole warps.
 
         Args:
-            p, dot: P and the tangents of scores without their scale (rows, cols); dot becomes P (S_dot - center).
+            p, dot: P and S_dot / scale (rows, cols); dot becomes P (S_dot - center).
             factors: factors of earlier sums; None under stale row maxima.
             unseen: for each row, True if it has seen no key before this block; () if every row has seen one.
             guarded: True if dot may be NaN where P is 0.
@@ -107,6 +108,7 @@ class RowTangents:
         lse: tuple[cute.Tensor, cute.Tensor],
         rescale: Float32,
         sinks: Constexpr,
+        sink_tangents: Constexpr,
     ) -> None:
         """Compute ``out`` and ``lse`` with their tangents after the last key block, like ``OnlineSoftmax.normalize``.
 
@@ -114,13 +116,13 @@ class RowTangents:
             out: O and the sums of P (S_dot - center) V + P V_dot, (rows, head_dim_v); become out and its tangent.
             lse: LSE and its tangent, (rows), written.
             rescale: dropout's factor of the output.
-            sinks: one attention sink per row, or None.
+            sinks, sink_tangents: one attention sink per row and its tangent, or None.
         """
         (o, dot), (natural, natural_dot) = out, lse
         for r in cutlass.range_constexpr(cute.size(o, mode=[0])):
             factor, natural[r] = softmax.finish_row(r, rescale, sinks)
             row_sum, total = (quad_reduce(x[r], add) for x in (softmax.row_sum, self.total))
-            natural_dot[r], shift = self.finish(r, softmax, row_sum, total, natural[r], sinks is not None)
+            natural_dot[r], shift = self.finish(r, softmax, row_sum, total, natural[r], sinks, sink_tangents)
             for c in cutlass.range_constexpr(cute.size(o, mode=[1])):
                 found = o[r, c] * factor
                 o[r, c] = found
@@ -134,20 +136,26 @@ class RowTangents:
         row_sum: Float32,
         total: Float32,
         lse: Float32,
-        has_sinks: Constexpr,
+        sinks: Constexpr,
+        sink_tangents: Constexpr,
     ):
-        """(lse_dot, lse_dot - center) of row r; lse_dot is 0 if the row has seen no key.
+        """(lse_dot, lse_dot - center) of row r; of keys, lse_dot is 0 if the row has seen none.
 
         Args:
             row_sum, total: sums reduced over the lanes of the row.
             lse: the row's LSE, including its sink.
-            has_sinks: True if the row's LSE includes a sink.
+            sinks, sink_tangents: see :meth:`normalize`.
         """
         lse_dot = Float32(0.0)
         if row_sum != 0.0:
             lse_dot = fma(total, reciprocal(row_sum), self.center[r])
-            if cutlass.const_expr(has_sinks):
+            if cutlass.const_expr(sinks is not None):
                 lse_dot = lse_dot * exp2(softmax.subtracted(r) + log2(row_sum) - lse * LOG2_E)
+        if cutlass.const_expr(sink_tangents is not None):
+            p = exp2((sinks[r] - lse) * LOG2_E)
+            lse_dot = lse_dot + _weighed(
+                Float32(0.0) if sinks[r] == -Float32.inf else p, sink_tangents[r], True
+            )
         return lse_dot, lse_dot - self.center[r]
 
 

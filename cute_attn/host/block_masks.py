@@ -30,15 +30,17 @@ _UNBOUNDED = (1 << 30, 1 << 30)
 
 
 class Packed(NamedTuple):
-    """Sequences that are packed one after the other.
+    """Sequences that are packed one after the other, or those of a cache.
 
     Attributes:
-        starts: cu_seqlens_q and cu_seqlens_k.
-        sizes: sequences, maximum queries, heads, maximum keys and kv heads.
+        starts: cu_seqlens_q and cu_seqlens_k; () for a cache.
+        sizes: sequences, maximum queries, heads, maximum keys and kv heads; then 1 for a cache.
+        shapes: for a cache, what ``sizes`` follows from; :func:`tables_of` takes it in place of them.
     """
 
-    starts: tuple[Tensor, Tensor]
-    sizes: tuple[int, int, int, int, int]
+    starts: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    shapes: tuple = ()
 
 
 def epilogue_of_block_mask(
@@ -53,13 +55,13 @@ def epilogue_of_block_mask(
     check_block_mask(block_mask)
     with beyond_transforms():
         made = _made_of(block_mask)
-    sizes, starts = ((*q.shape[:3], *k.shape[1:3]), ()) if packed is None else (packed.sizes, packed.starts)
+    starts, sizes, shapes = packed or ((), (*q.shape[:3], *k.shape[1:3]), ())
     check_fits(block_mask, made.kinds, q.device, *sizes)
     if not all(sizes):
         return "", ()
     function, partial, unites = functions_of(block_mask, made.kinds, *sizes)
     name, tensors = epilogue_of(None, function, q.device, unites=unites, partial=partial)
-    key, versions = (*sizes, *map(id, starts)), _versions(starts)
+    key, versions = shapes or (*sizes, *map(id, starts)), _versions(starts)
     known = made.lists.get(key)
     if known is None or known.versions != versions:
         with beyond_transforms():
@@ -67,14 +69,6 @@ def epilogue_of_block_mask(
         known = _Lists(lists, starts, versions)
         _keep(made.lists, key, known)
     return name, (*tensors, *known.lists)
-
-
-def kinds_for_cache(block_mask: BlockMask, sizes: tuple[int, ...]) -> Tensor:
-    """The table of kinds for keys in a cache, whose kernels visit all blocks. sizes: those of :func:`tables_of`."""
-    with beyond_transforms():
-        made = _made_of(block_mask)
-    _keep(made.lists, sizes, _Lists((), (), ()))
-    return made.kinds
 
 
 def check_block_mask(block_mask: Any) -> None:
@@ -85,7 +79,7 @@ def check_block_mask(block_mask: Any) -> None:
 
 def functions_of(block_mask: BlockMask, kinds: Tensor, *sizes: int) -> tuple[Callable, Callable | None, bool]:
     """A mask's function, ``partial`` and ``unites`` for :func:`cute_attn.epilogues.functions.known.epilogue_of`."""
-    _, _, nheads, _, nheads_kv = sizes
+    _, _, nheads, _, nheads_kv, *_ = sizes
     mask_mod = _visible if block_mask.mask_mod is noop_mask else block_mask.mask_mod
     whole = all(rows % LISTED_ROWS == 0 for rows in block_mask.BLOCK_SIZE)
     function = _function(kinds, block_mask.BLOCK_SIZE, mask_mod)
@@ -93,12 +87,11 @@ def functions_of(block_mask: BlockMask, kinds: Tensor, *sizes: int) -> tuple[Cal
 
 
 def tables_of(
-    block_mask: BlockMask, sizes: tuple[int, ...], starts: tuple[Tensor, ...] = ()
+    block_mask: BlockMask, sizes: tuple, starts: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...] | None:
     """The table of kinds and the lists of an earlier call of these sizes, or None if there are none or they are stale.
 
-    Those made in a CUDA graph's capture are not used. sizes: batch, queries, heads, keys and kv heads; with a cache,
-    the shapes of q and k_cache. starts: cu_seqlens of packed sequences.
+    Those made in a CUDA graph's capture are not used. sizes, starts: of a batch, or those of :class:`Packed`.
     """
     known = _made.get(block_mask)
     if known is None:
@@ -274,7 +267,7 @@ def block_lists(
     """Counts and blocks of the key blocks of each query block, then those of the query blocks of each key block.
 
     The layout is that of :class:`cute_attn.work.block_lists.BlockLists`. sizes: batch, queries, heads, keys and kv
-    heads. starts: cu_seqlens of packed sequences; the sizes are then those of the longest.
+    heads; then 1 for a cache. starts: cu_seqlens of packed sequences; the sizes are then those of the longest.
     """
     return for_each(shared_lists(kinds, block_size, *sizes, starts=starts), *sizes)
 
@@ -291,10 +284,11 @@ def shared_lists(
 ) -> tuple[Tensor, ...]:
     """:func:`block_lists` with size 1 for sequences or heads where the mask is the same for all.
 
-    A key block is visited for all query heads of its kv head at once, so its list is the union of the heads' lists. On
-    a GPU a kernel makes the lists, except for packed sequences; this code is the definition.
+    A key block is visited for all query heads of its kv head at once, so its list is the union of the heads' lists. So
+    are all lists of a cache, whose work tiles have several heads. On a GPU a kernel makes the lists, except for packed
+    sequences; this code is the definition.
     """
-    _, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
+    _, seqlen_q, nheads, seqlen_k, nheads_kv, *cached = sizes
     some = kinds.numel() and seqlen_q and seqlen_k and not starts
     if type(kinds) is Tensor and kinds.is_cuda and some and compiler.has_dsl():
         return _lists_by_kernel(kinds, block_size, *sizes)
@@ -309,7 +303,10 @@ def shared_lists(
         groups = kinds.unflatten(1, (nheads_kv, -1))
         seen, full = (groups > 0).any(2), (groups == FULL).all(2)
         shared = (seen.int() + full.int()).repeat_interleave(nheads // nheads_kv, 1)
-    return (*_lists(kinds, keys), *_lists(shared.mT, queries, keys))
+    return (
+        *_lists(shared if cached else kinds, keys, in_order=bool(cached)),
+        *_lists(shared.mT, queries, keys),
+    )
 
 
 def list_shapes(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
@@ -320,7 +317,7 @@ def list_shapes(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, int], ...]:
 
 def _lists_by_kernel(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> tuple[Tensor, ...]:
     """:func:`shared_lists` in one launch. Only with the DSL, since a bundle may lack the kernel."""
-    _, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
+    _, seqlen_q, nheads, seqlen_k, nheads_kv, *cached = sizes
     shared, shapes = kinds.shape[:2], list_shapes(seqlen_q, seqlen_k)
     rows, columns = shapes[1]
     lists = [torch.empty((*shared, *shape), dtype=torch.int32, device=kinds.device) for shape in shapes]
@@ -330,7 +327,7 @@ def _lists_by_kernel(kinds: Tensor, block_size: Sequence[int], *sizes: int) -> t
         traits = Traits("block_visits", "sm80", "bf16", LISTED_ROWS)
         kernel = compiler.compile(traits, None, compiler.default_target("sm80"))
         found = {"of_queries": tuple(lists[:2]), "of_keys": tuple(lists[2:])}
-        numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "group": group}
+        numbers = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "group": group, "in_order": len(cached)}
         numbers |= zip(("block_q", "block_k"), block_size, strict=True)
         record.launch(*kernel.bind(mKinds=kinds, **found, **numbers))
     return tuple(lists)
@@ -376,10 +373,12 @@ def _ends(lengths: Tensor, count: int) -> Tensor:
     return (place == lengths[:, None] // LISTED_ROWS) & (lengths[:, None] % LISTED_ROWS > 0)
 
 
-def _lists(kinds: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _lists(
+    kinds: Tensor, lengths: Tensor, keys: Tensor | None = None, in_order: bool = False
+) -> tuple[Tensor, Tensor]:
     """Counts and blocks along the last dimension, of ``lengths`` rows. keys: key lengths for lists of key blocks."""
     hides = kinds == PARTIAL
-    kinds = _with_partial_ends(kinds, lengths, 3)
+    kinds = kinds.clamp(max=PARTIAL) if in_order else _with_partial_ends(kinds, lengths, 3)
     if keys is not None:
         kinds = _with_partial_ends(kinds, keys, 2)
     full, listed = ((kinds >= kind).sum(-1) * LISTED_ROWS for kind in (FULL, PARTIAL))
@@ -393,7 +392,7 @@ def _lists(kinds: Tensor, lengths: Tensor, keys: Tensor | None = None) -> tuple[
 
 def check_fits(block_mask: BlockMask, kinds: Tensor, device: torch.device, *sizes: int) -> None:
     """Raise ValueError for a mask of other sizes, or on another device."""
-    batch, seqlen_q, nheads, seqlen_k, nheads_kv = sizes
+    batch, seqlen_q, nheads, seqlen_k, nheads_kv, *_ = sizes
     if kinds.device != device:
         raise ValueError(f"block_mask is on {kinds.device}; accepted: {device}, where q is")
     for what, dim, size in (("batch", 0, batch), ("heads", 1, nheads)):

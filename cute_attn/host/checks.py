@@ -77,7 +77,7 @@ def check_same_bits(call: Call) -> None:
         f"head dims {dims[0]} and {dims[1]}, which are no multiples of 8": any(dim % 8 for dim in dims),
         "bias": call.bias is not None,
         "dropout_p": bool(call.dropout),
-        "block_mask": call.lists_blocks,
+        "block_mask": call.lists_blocks and call.k_cache is None,
         "seqused_q": call.seqused_q is not None,
         "cache_leftpad": call.cache_leftpad is not None,
         "return_softmax": call.aux == "softmax",

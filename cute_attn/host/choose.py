@@ -30,10 +30,11 @@ def user_classes(call: Call, op: str = "forward") -> tuple[Any, ...]:
     return (kernel, *(weakref.ref(x) if name.startswith(TRACED) else x for name, x in found))
 
 
-def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bool = False) -> Any:
+def choose_kernel(call: Call, target: str, *, op: str = "forward", **own: Any) -> Any:
     """The kernel that the call names, or the newest on ``target`` that supports the call, with its tile.
 
     Lengths, heads and the bias's layout may change the default tile: see :mod:`cute_attn.compiler.registry`.
+    own: traits that do not follow from the call.
 
     A variant that is registered only for the forward leaves the backward to its generation's default kernel. If a
     newer generation declines the call's tile, for instance for an older generation's fields, a warning gives the
@@ -48,9 +49,7 @@ def choose_kernel(call: Call, target: str, *, op: str = "forward", bias_grad: bo
         if op != "forward" and (op, arch, variant) not in registry.KERNELS:
             variant = ""
         try:
-            kernel = registry.lookup(
-                call.traits(arch, variant, op=op, bias_grad=bias_grad), tile or None, target
-            )
+            kernel = registry.lookup(call.traits(arch, variant, op=op, **own), tile or None, target)
             if not (tile or call.same_bits) and hasattr(kernel, "for_lengths"):  # a user's may have one tile
                 pairs = None if call.varlen else call.batch * call.nheads
                 kernel = kernel.for_lengths(*call.longest, call.group, target, pairs, call.window)

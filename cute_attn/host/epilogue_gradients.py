@@ -1,12 +1,13 @@
-"""Gradients of tensors passed to users' epilogues, if the epilogues are traced functions.
+"""Gradients and tangents of tensors passed to users' epilogues, if the epilogues are traced functions.
 
 Scores are added to fp32 in any order. If gradients must repeat bit for bit, and more than two scores may load an
 element, they are added to bins of integers (:mod:`cute_attn.epilogues.functions.gradients`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,15 +148,42 @@ def with_targets(call: Call, wanted: Sequence[bool]) -> tuple[Call, list[Tensor 
     bins = bins_of(call, wanted)
     given = zip(call.epilogue_tensors, wanted, bins, strict=True)
     targets = [_zeros_like(x, own) if needed else None for x, needed, own in given]
+    return _with_added(call, lambda one: one.with_gradients(wanted, bins), targets), targets
+
+
+def with_tangents(call: Call, tangents: Sequence[Tensor | None]) -> Call:
+    """The call with tangents of its epilogues' tensors, as kernels with tangents take them.
+
+    Raises:
+        NotImplementedError: an epilogue does not take them.
+    """
+
+    def found(one: _Given) -> tuple[str, tuple[int, ...]]:
+        moved = one.arguments([x is not None for x in tangents])
+        own = user_epilogue(one.name).with_tangents(moved) if moved else (one.name, ())
+        if own is None:
+            raise NotImplementedError(
+                f"a tensor of epilogue {one.name!r} has a tangent; accepted on CUDA: tensors of functions"
+            )
+        return own
+
+    return _with_added(call, found, [x if x is None else x.contiguous() for x in tangents])
+
+
+def _with_added(call: Call, found: Callable[[_Given], Any], more: Sequence[Tensor | None]) -> Call:
+    """The call with other epilogues, and further tensors of theirs.
+
+    found: the name of an epilogue, and the positions of its arguments; their tensors in ``more`` follow its own.
+    """
     names: list[str] = []
-    tensors: list[Tensor] = []
+    tensors: list[Any] = []
     for one in _given(call.epilogues):
-        name, arguments = one.with_gradients(wanted, bins)  # type: ignore[misc]
-        added = [targets[one.number(argument)] for argument in arguments]
+        name, arguments = found(one)
+        added = [more[one.number(argument)] for argument in arguments]
         letters = one.letters + "t" * len(added)
         names.append(f"{name}:{letters}" if letters else name)
-        tensors += [*call.epilogue_tensors[one.tensors], *added]  # type: ignore[list-item]
-    return call._replace(epilogues=tuple(names), epilogue_tensors=tuple(tensors)), targets
+        tensors += [*call.epilogue_tensors[one.tensors], *added]
+    return call._replace(epilogues=tuple(names), epilogue_tensors=tuple(tensors))
 
 
 def _sum_of_bins(made: Tensor, copies: Tensor) -> None:

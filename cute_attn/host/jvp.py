@@ -5,13 +5,14 @@ Each computes an equal number of V's columns, and all scores.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cute_attn import compiler
-from cute_attn.host import plans, record
+from cute_attn.host import epilogue_gradients, plans, record
 from cute_attn.host.call import NUM_TENSORS, Call
 from cute_attn.host.checks import check, check_for_kernels, check_query_blocks, check_steps
 from cute_attn.host.choose import choose_kernel, user_classes
@@ -22,7 +23,8 @@ from cute_attn.host.memory import clear_owned, on_device
 from cute_attn.host.plans import Plan
 from cute_attn.traits import MAX_DUAL_COLUMNS, ROW_BYTES
 
-_ROWS = DIFFERENTIABLE[:3]
+_ROWS = 3
+"""Number of tensors, the first ones, whose tangents are loaded as rows."""
 
 Tangents = Sequence[Tensor | None]
 """A tangent of each of q, k, v, bias, sinks and the epilogues' tensors, None for zeros."""
@@ -47,19 +49,26 @@ def with_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tenso
     """out, lse and their tangents, on the current stream of q's device.
 
     Raises:
-        NotImplementedError: a tensor other than q, k and v has a tangent, or the call is fp32, has ``same_bits``, or
+        NotImplementedError: a tensor of an epilogue's class has a tangent, or the call is fp32, has ``same_bits``, or
             names a kernel or tile.
         TypeError, ValueError, Unsupported: a parameter is wrong, or no kernel supports the call.
     """
     check(call)
     _check_tangents(call, tangents)
+    bias, sinks = tangents[_ROWS : len(DIFFERENTIABLE)]
     with on_device(call.q.get_device()):
         out_shape, lse_shape = call.output_shapes()
         if 0 in (call.batch, *call.longest, *out_shape, *call.k.shape):
             out, lse, _ = forward(call)
-            return out, lse, torch.zeros_like(out), torch.zeros_like(lse)
-        key = ("jvp", call[NUM_TENSORS + 1 :], *user_classes(call))
-        plan = plans.plan(key, (*call[:NUM_TENSORS], *call.epilogue_tensors), lambda: _plan(call))
+            lse_dot = torch.zeros_like(lse)
+            if sinks is not None:
+                lse_dot = torch.where(lse == -torch.inf, lse_dot, sinks[:, None])
+            return out, lse, torch.zeros_like(out), lse_dot
+        if call.epilogues:
+            call = epilogue_gradients.with_tangents(call, tangents[len(DIFFERENTIABLE) :])
+        moved = {"bias_tangent": bias is not None, "sinks_tangent": sinks is not None}
+        key = ("jvp", call[NUM_TENSORS + 1 :], *moved.values(), *user_classes(call))
+        plan = plans.plan(key, (*call[:NUM_TENSORS], *call.epilogue_tensors), lambda: _plan(call, moved))
         columns = Columns.of(call)
         shape = (*out_shape[:-1], columns.v * columns.launches)
         outs = [record.contiguous(call.q, shape) for _ in range(2)]
@@ -75,21 +84,17 @@ def with_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tenso
 
 
 def _check_tangents(call: Call, tangents: Tangents) -> None:
-    for name, dot in zip(_ROWS, tangents, strict=False):
-        x = getattr(call, name)
+    names = (*DIFFERENTIABLE, *(f"epilogues' tensor {i}" for i in range(len(call.epilogue_tensors))))
+    tensors = (*call.values(DIFFERENTIABLE), *call.epilogue_tensors)
+    for name, x, dot in zip(names, tensors, tangents, strict=True):
         if dot is not None and (dot.shape, dot.dtype, dot.device) != (x.shape, x.dtype, x.device):
             raise ValueError(
                 f"the tangent of {name} is {tuple(dot.shape)}, {dot.dtype} on {dot.device}; accepted: "
                 f"{tuple(x.shape)}, {x.dtype} on {x.device}"
             )
-    more = tangents[len(_ROWS) :]
-    if any(dot is not None for dot in more):
-        names = (*DIFFERENTIABLE, *("a tensor of an epilogue" for _ in call.epilogue_tensors))[len(_ROWS) :]
-        given = next(name for name, dot in zip(names, more, strict=True) if dot is not None)
-        raise NotImplementedError(f"{given} has a tangent; accepted on CUDA: tangents of {', '.join(_ROWS)}")
 
 
-def _plan(call: Call) -> Plan:
+def _plan(call: Call, moved: dict[str, bool]) -> Plan:
     check_for_kernels(call)
     if call.kernel or call.tile:
         raise not_in_jvp("kernel or tile is given", ": None")
@@ -99,7 +104,7 @@ def _plan(call: Call) -> Plan:
         raise not_in_jvp("q is fp32", " on CUDA: fp16, bf16")
     target, columns = compiler.default_target("sm80"), Columns.of(call)
     q, v = (x[..., :1].expand(*x.shape[:-1], n) for x, n in ((call.q, columns.qk), (call.v, columns.v)))
-    kernel = choose_kernel(call._replace(q=q, v=v), target, op="jvp")
+    kernel = choose_kernel(call._replace(q=q, v=v), target, op="jvp", **moved)
     blocks = check_query_blocks(call, kernel)
     if kernel.traits.arch == "sm90":
         check_steps(call, blocks, kernel.tile, multiprocessors(call.q.get_device()))
@@ -111,7 +116,11 @@ def _launch(
 ) -> None:
     columns, sign = Columns.of(call), call.scale_sign
     call = call.with_positive_scale().as_kernels_read()
-    given = [(getattr(call, name), dot) for name, dot in zip(_ROWS, tangents, strict=False)]
+    given = zip((call.q, call.k, call.v), tangents[:_ROWS], strict=True)
+    bias, sinks = tangents[_ROWS : len(DIFFERENTIABLE)]
+    if bias is not None:
+        bias = call._replace(bias=bias if bias.stride(-1) == 1 else bias.contiguous()).as_kernels_read().bias
+    inputs = replace(call.score_inputs(), bias_tangent=bias, sinks_tangent=sinks)
     widths = (columns.qk, columns.qk, columns.v * columns.launches)
     (q, q_dot), (k, k_dot), (v, v_dot) = (
         (_rows(x, n), x.new_zeros(n).expand(*x.shape[:-1], n) if dot is None else _rows(dot, n))
@@ -126,7 +135,7 @@ def _launch(
             "mO": outs[0][..., own], "mLSE": lses[0], "mOdot": outs[1][..., own], "mLSEdot": lses[1],
             "seqlens": call.seqlens(), "softmax_scale": call.softmax_scale,
             "schedule": record.work_tiles(q.get_device()),
-            "score_args": plan.kernel.score_args(call.score_inputs()),
+            "score_args": plan.kernel.score_args(inputs),
         }  # fmt: skip
         record.launch(*plan.functions["main"].bind(**arguments))
 

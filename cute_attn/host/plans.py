@@ -77,9 +77,7 @@ Brought = tuple[tuple, tuple, "Tables | None"]
 """A key component, followed by the functions and tables that :func:`find` takes."""
 
 
-def brought(
-    score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple[int, ...], starts: Tensors = ()
-) -> Brought:
+def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple, starts: Tensors = ()) -> Brought:
     """A key component, the functions and the tables of a call, for :func:`find`.
 
     sizes: batch, queries, heads, keys and kv heads. starts: cu_seqlens of packed sequences with a BlockMask.
@@ -105,7 +103,7 @@ def read_by(
     functions: tuple[Any, Any, Any],
     q: Tensor,
     k: Any,
-    packed: tuple[Tensors, tuple[int, ...]] | None = None,
+    packed: tuple[Tensors, tuple] | None = None,
 ) -> "tuple[Hashable, tuple[Tensor, ...], tuple, Tables | None] | None":
     """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
 
@@ -114,7 +112,7 @@ def read_by(
     Args:
         functions: score_mod, mask_mod and block_mask.
         given: the call's arguments other than tensors; ``given[at]`` is its epilogues.
-        packed: with a BlockMask, the starts and sizes for its tables, if not those of batches.
+        packed: with a BlockMask, the starts and sizes for its tables, if not those of batches; for a cache its shapes.
     """
     sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
     starts: Tensors = ()

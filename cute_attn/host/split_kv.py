@@ -53,6 +53,8 @@ LEAST_SPLITS, LEAST_SPARED = 4, 448
 """Minimum number of even splits, and minimum keys that they spare each CTA, for a second launch to pay."""
 FEW_SPLITS_SPARED = 1024
 """Minimum spared keys for two or three even splits of sequences of equal length."""
+SPLITS_OF_A_CTA = 4
+"""Minimum splits per CTA of a BlockMask's lists, whose lengths the host does not know: the last wave is a quarter."""
 FEW_BYTES = 2 << 20
 """Maximum bytes of K and V per CTA for which stream-K costs more than any load imbalance."""
 IDLE_BYTES = 1 << 20
@@ -85,6 +87,8 @@ read nearly as fast as all that a split has, without the second launch."""
 FEW_PACKED = 1.0
 """Maximum work tiles per multiprocessor with few queries of packed sequences: they do not end together, since lengths
 differ."""
+FEW_BIASED = 128
+"""Maximum rows per key head with a bias for a split to pay. TMA loads a forward's bias, threads that of a cache."""
 LAST_WAVE, MANY_KEYS = 1.5, 16384
 """For more work tiles: minimum ratio of rounded-up to exact waves, and minimum keys, for a split to pay."""
 
@@ -260,7 +264,7 @@ def as_cache(call: Call) -> Call:
 
 
 def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> bool:
-    """True if splitting keys pays: few work tiles, many keys, no bias, and no feature that kernels for a cache lack.
+    """True if splitting keys pays: few work tiles, many keys, and no feature that kernels for a cache lack.
 
     kernel: the forward kernel that would serve the call otherwise.
     """
@@ -270,9 +274,11 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return False
     if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
         return False
-    if call.bias is not None or call.dropout or call.seqused_q is not None:
+    if call.dropout or call.seqused_q is not None:
         return False
     if call.lists_blocks or not are_functions(call.epilogue_names):
+        return False
+    if call.bias is not None and call.longest[0] * call.group > FEW_BIASED:
         return False
     seen = min(call.longest[1], call.window or call.longest[1])
     if seen * (call.q.shape[-1] + call.v.shape[-1]) < LEAST_NUMBERS:
@@ -374,9 +380,11 @@ def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processo
     if call.num_splits:
         split = Split("fixed", call.num_splits) if call.num_splits > 1 else Split()
         return kernel_of(split), split
-    kernel = kernel_of(Split("fixed" if call.same_bits else "stream_k"))
+    kernel = kernel_of(Split("fixed" if call.same_bits or call.lists_blocks else "stream_k"))
     choose = _split_in_order if call.same_bits else _best_split
     split = choose(call, kernel.tile, processors)
+    if split.how == "stream_k" and kernel.epilogues.visits_lists:
+        split = _split_of_lists(call, kernel.tile, processors)
     return kernel if split.how == kernel.traits.split else kernel_of(split), split
 
 
@@ -460,6 +468,14 @@ def _best_split(call: Call, tile: Any, processors: int) -> Split:
             pays = full
         if not pays:
             return Split("stream_k")
+    return Split("fixed", splits) if splits > 1 else Split()
+
+
+def _split_of_lists(call: Call, tile: Any, processors: int) -> Split:
+    """Even splits of the listed blocks in place of stream-K, whose ranges count all blocks that a band leaves."""
+    ctas, blocks = tile.blocks_per_sm * processors, -(-call.longest[1] // tile.tile_n)
+    splits = -(-SPLITS_OF_A_CTA * ctas // work_tiles(call, tile))
+    splits = min(splits, blocks // BLOCKS_OF_A_SPLIT, MAX_PARTIALS)
     return Split("fixed", splits) if splits > 1 else Split()
 
 

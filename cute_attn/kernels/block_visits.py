@@ -10,6 +10,7 @@ else partial. A query block is listed for a key block if it is visible in any qu
 A warp reads the kinds of a line, 32 blocks at a time, and counts full and partial blocks. Then each lane writes its
 block: full blocks first, then partial, then hidden blocks, each in order. A block that reaches beyond the sequence
 needs a mask, so it is listed as the last partial block; if it is a key block, its query blocks all count as partial.
+For a cache, lists of query blocks are like those of key blocks a union over heads, and all blocks count as partial.
 """
 
 from dataclasses import dataclass
@@ -30,13 +31,17 @@ Visits = Annotated[tuple, lambda kernel: (fakes.plain(Int32, 4), fakes.plain(Int
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of a call and its mask: sequence lengths, sizes of the mask's blocks, and query heads per kv head."""
+    """Sizes of a call and its mask: sequence lengths, sizes of the mask's blocks, and query heads per kv head.
+
+    in_order: 1 for the lists of a cache, else 0.
+    """
 
     seqlen_q: Int32
     seqlen_k: Int32
     block_q: Int32
     block_k: Int32
     group: Int32
+    in_order: Int32
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,11 @@ class ListVisits(ListsOfKinds):
         block_q: Int32,
         block_k: Int32,
         group: Int32,
+        in_order: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launch the kernel. group: query heads per kv head, or 1 if mKinds has one head."""
-        sizes = BlockSizes(seqlen_q, seqlen_k, block_q, block_k, group)
+        """Launch the kernel. group: query heads per kv head, or 1 if mKinds has one head. in_order: 1 for a cache."""
+        sizes = BlockSizes(seqlen_q, seqlen_k, block_q, block_k, group, in_order)
         lines = mKinds.shape[0] * mKinds.shape[1] * (of_queries[0].shape[2] + of_keys[0].shape[2])
         self.launch(self.kernel(mKinds, of_queries, of_keys, sizes), lines, stream)
 
@@ -106,7 +112,9 @@ class ListVisits(ListsOfKinds):
         missing_q, missing_k = rows * LISTED_ROWS - sizes.seqlen_q, columns * LISTED_ROWS - sizes.seqlen_k
         if b < batch:
             if at < rows:
-                one = VisitLine(b, h, Int32(1), at, columns, missing_k, Boolean(False))
+                heads = cutlass.select_(sizes.in_order == 1, sizes.group, Int32(1))
+                first = h // heads * heads
+                one = VisitLine(b, first, heads, at, columns, missing_k, sizes.in_order == 1)
                 self.write_line(
                     mKinds, one, sizes, True, of_queries[0][b, h, at, None], of_queries[1][b, h, at, None]
                 )

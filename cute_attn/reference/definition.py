@@ -275,20 +275,18 @@ def attention(
     dtype = compute_dtype or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     lse_dtype = torch.promote_types(dtype, torch.float32)
     varlen = lengths.cu_seqlens_q is not None
-    q4, k4, v4 = (x.unsqueeze(0) if varlen else x for x in (q, k, v))
+    # Cast before blocks are taken, so that the gradients of several blocks and query heads add up in this dtype.
+    q4, k4, v4 = ((x.unsqueeze(0) if varlen else x).to(dtype) for x in (q, k, v))
     nheads = q4.shape[2]
     batch, longest = extents(q4, k4, lengths)
-    out = q4.new_zeros((*q4.shape[:3], v4.shape[3]))
+    out = q4.new_zeros((*q4.shape[:3], v4.shape[3]), dtype=q.dtype)
     lse = q4.new_full((q4.shape[0], nheads, q4.shape[1]), -math.inf, dtype=lse_dtype)
-    softmax = q4.new_zeros((batch, nheads, *longest)) if return_softmax else None
+    softmax = q4.new_zeros((batch, nheads, *longest), dtype=q.dtype) if return_softmax else None
     max_scores = torch.full_like(lse, -math.inf) if return_max_scores else None
 
     for block in blocks(q4, k4, lengths, features, longest):
-        given = (block.queries(q4), block.keys(k4), block.keys(v4))
-        own_q, own_k, own_v = (x.to(dtype) for x in given)
-        piece, piece_lse, p, largest = attend(
-            own_q, own_k, own_v, softmax_scale, features, inputs, block.coords
-        )
+        own = (block.queries(q4), block.keys(k4), block.keys(v4))
+        piece, piece_lse, p, largest = attend(*own, softmax_scale, features, inputs, block.coords)
         out[block.where, block.rows_q, block.heads] = piece.to(out.dtype)
         lse[block.where, block.heads, block.rows_q] = piece_lse.to(lse_dtype)
         if softmax is not None:

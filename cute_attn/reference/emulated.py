@@ -117,9 +117,11 @@ class QueryBlockContext:
         return cute.make_tensor(of_threads.iterator, layout)[None, None, thread]
 
     def row_tangents(self, thread: Int32, rows: int, scale: Float32 | float = 1.0) -> RowTangents:
-        """A thread's current row statistics of tangents."""
+        """A thread's current row statistics of tangents. scale: the softmax scale."""
         pairs = self._pairs(self.buffers.row_tangents, thread, rows)
-        return RowTangents(pairs[None, 0], pairs[None, 1], Float32(scale))
+        return RowTangents(
+            pairs[None, 0], pairs[None, 1], self.kernel.epilogues.tangent_scale(Float32(scale))
+        )
 
     def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
         """A thread's online softmax with its current row statistics."""
@@ -192,7 +194,7 @@ def _query_block(ctx: QueryBlockContext, args: Any, head: Int32, scale: Float32)
         _finish(ctx, thread, args, head)
     if cutlass.const_expr(ctx.has_tangents):
         for thread in cutlass.range(ctx.threads):
-            _finish_tangents(ctx, thread, end_row)
+            _finish_tangents(ctx, thread, end_row, args, head)
     else:
         for row in cutlass.range(ctx.row0, end_row):
             for d in cutlass.range(buffers.out.shape[1]):
@@ -217,7 +219,7 @@ def _key_block(
         for thread in cutlass.range(ctx.threads):
             _weigh(ctx, thread, block, scale, masked, partial)
         for thread in cutlass.range(ctx.threads):
-            _center(ctx, thread, block, scale)
+            _center(ctx, thread, block, scale, masked)
     else:
         for thread in cutlass.range(ctx.threads):
             _exponentiate(ctx, thread, block, masked)
@@ -364,7 +366,8 @@ def _weigh(
     dots = tile.of(ctx.score_map(thread).view(dot))
     chain.tangents(ctx.state, dots, saved)
     for r in cutlass.range_constexpr(len(rows)):
-        own = ctx.row_tangents(thread, len(rows), scale).sums(r, tile.acc, dots.acc, False)
+        guarded = chain.tangents_may_be_nan(masked)
+        own = ctx.row_tangents(thread, len(rows), scale).sums(r, tile.acc, dots.acc, guarded)
         for i in cutlass.range_constexpr(2):
             buffers.block_sums[rows[r], i] = buffers.block_sums[rows[r], i] + own[i]
     _copy(acc, ctx.part(buffers.exact_p, thread, block))
@@ -375,7 +378,7 @@ def _weigh(
 
 
 @cute.jit
-def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32):
+def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32, masked: Constexpr):
     """Turn a thread's S_dot into P (S_dot - center), in 16 bits."""
     chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
     acc, dot, half = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
@@ -388,24 +391,25 @@ def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32)
         row = rows[r]
         of_row = (buffers.block_sums[row, 0], buffers.block_sums[row, 1])
         tangents.set_center(r, of_row, buffers.unseen[row] != 0.0)
-        tangents.weigh(r, tile.acc, dots.acc, buffers.factors[row], False)
+        tangents.weigh(r, tile.acc, dots.acc, buffers.factors[row], chain.tangents_may_be_nan(masked))
     _copy(dot, half)
     chain.zero_dropped(chain.dropout_mask(ctx.state, tile), ctx.score_map(thread).view(half))
     _copy(half, ctx.part(buffers.dots, thread, block))
 
 
 @cute.jit
-def _finish_tangents(ctx: QueryBlockContext, thread: Int32, end_row: Int32):
+def _finish_tangents(ctx: QueryBlockContext, thread: Int32, end_row: Int32, args: Any, head: Int32):
     """Compute LSE_dot, O and O_dot of the rows whose first column this thread holds."""
     chain, buffers, score_map = ctx.kernel.epilogues, ctx.buffers, ctx.score_map(thread)
-    rows, has_sinks = ctx.rows(thread), chain.sinks is not None
+    rows, sinks = ctx.rows(thread), chain.sinks_of_rows(args, head, Int32(ctx.heads), score_map)
+    sink_tangents = chain.sink_tangents_of_rows(args, head, score_map)
     softmax = ctx.online_softmax(thread, len(rows)).load_stats()
     tangents = ctx.row_tangents(thread, len(rows))
     for r in cutlass.range_constexpr(len(rows)):
         row = rows[r]
         if (score_map.thr_col == 0) & (row < end_row):
             found = tangents.finish(
-                r, softmax, buffers.sums[row], buffers.totals[row], buffers.lse[row], has_sinks
+                *(r, softmax, buffers.sums[row], buffers.totals[row], buffers.lse[row]), sinks, sink_tangents
             )
             buffers.lse_dot[row] = found[0]
             for d in cutlass.range(buffers.out.shape[1]):

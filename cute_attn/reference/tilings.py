@@ -141,7 +141,10 @@ class Scores:
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
 
     def tangents(self, tiling: Tiling, dots: "Scores") -> EmulatedTangents:
-        """Run the emulation of a forward with tangents, of op ``jvp``. dots: has the tangents of q, k and v."""
+        """Run the emulation of a forward with tangents, of op ``jvp``.
+
+        dots: has the tangents of q, k and v, and, where the kernel takes them, of the bias and the sinks.
+        """
         product = torch.einsum("bqhd,bkhd->bhqk", dots.q, self.k)
         product = product + torch.einsum("bqhd,bkhd->bhqk", self.q, dots.k)
         buffers = emulate.new_buffers(DualBuffers, tiling, self.shape, self.v.shape[3])
@@ -149,7 +152,8 @@ class Scores:
         given = (self.products, product, self.v.transpose(1, 2), dots.v.transpose(1, 2))
         for x, y in zip(own, given, strict=True):
             x[:, :, : y.shape[2], : y.shape[3]] = y
-        self._run(every_sequence, tiling, buffers)
+        more = {"bias_tangent": dots.inputs.bias, "sinks_tangent": dots.inputs.sinks}
+        replace(self, inputs=replace(self.inputs, **more))._run(every_sequence, tiling, buffers)
         found = (buffers.out, buffers.lse, buffers.out_dot, buffers.lse_dot)
         out, lse, out_dot, lse_dot = (x[:, :, : self.shape[2]] for x in found)
         missing = lse.isnan().unsqueeze(-1)

@@ -12,6 +12,7 @@ from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.pipeline import Pipeline
 from cute_attn.device.seqlen import SeqlenInfo
 from cute_attn.rows.tma import TmaTiles, descriptor_address, start_box
+from cute_attn.work.block_range import BlockRange
 
 EVICT_FIRST = 0x12F0000000000000
 EVICT_NORMAL = 0x1000000000000000
@@ -74,13 +75,16 @@ class PagedTiles:
         return WARP // self.boxes
 
     @cute.jit
-    def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
-        """By a whole warp: find the pages of ``block`` and of the blocks before it, in the main loop's order.
+    def find(
+        self, rows: KeyRows, batch: Int32, blocks: BlockRange, step: Int32, info: SeqlenInfo
+    ) -> BlockPages:
+        """By a whole warp: find the pages of the block of ``step`` and of the steps before it.
 
         Reads only those table entries that hold rows of the sequence.
         """
         lane = cute.arch.lane_idx()
-        row = (block - lane // self.boxes) * self.tile_n + lane % self.boxes * self.box
+        block = blocks.ahead(step - lane // self.boxes)
+        row = block * self.tile_n + lane % self.boxes * self.box
         page, within = self.pages, Int32(0)
         exists = (row >= 0) & (row < cutlass.min(info.seqlen_k, rows.capacity))
         if cutlass.const_expr(info.first_key is not None):
@@ -132,9 +136,11 @@ class EntryTiles:
         """Number of key blocks that are looked up at once."""
         return 1
 
-    def find(self, rows: KeyRows, batch: Int32, block: Int32, info: SeqlenInfo) -> BlockPages:
-        """Return ``block`` with the sequence's cache entry or, if packed, first row."""
-        return BlockPages(info.offset_k if self.tiles.varlen else rows.entry(batch), block)
+    def find(
+        self, rows: KeyRows, batch: Int32, blocks: BlockRange, step: Int32, info: SeqlenInfo
+    ) -> BlockPages:
+        """Return the block of ``step`` with the sequence's cache entry or, if packed, first row."""
+        return BlockPages(info.offset_k if self.tiles.varlen else rows.entry(batch), blocks.ahead(step))
 
     @cute.jit
     def load(

@@ -298,8 +298,8 @@ class BackwardSm90Tile(Tile):
         num_stages_q, num_stages_do: stages of Q and dO.
         num_stages_ds: stages of dS (and P): with 2, a step has one barrier; with 1, two barriers.
         dq_transposed: dQ is computed transposed, so that the warpgroups divide head_dim in steps of 64.
-        dq_bulk: dQ is staged in shared memory, and one warp adds it with one bulk reduction per query block. Requires
-            ``p_in_smem`` to be false.
+        dq_bulk: dQ is staged in shared memory, and one warp adds it with one bulk reduction per query block. Not
+            with ``scores_ahead``.
         dq_in_order: key blocks add to a query block's dQ in a fixed order, so that gradients repeat bit for bit. Set
             by calls with ``deterministic=True``. A warp of the producer warpgroup waits for the turns. Not possible
             with a block list.
@@ -481,7 +481,6 @@ class BackwardSm90Tile(Tile):
         yield self.unless(
             self.p_in_smem or self.num_stages_ds == 2, "num_stages_ds", "2 with p_in_smem=false"
         )
-        yield self.unless(not (self.p_in_smem and self.dq_bulk), "dq_bulk", "with p_in_smem=false")
         alone = not (self.dq_in_order and self.staggered)
         yield self.unless(alone, "dq_in_order", "without staggered")
         alone = self.may_be_direct and not (self.dq_bulk or self.dq_in_order)
@@ -493,6 +492,7 @@ class BackwardSm90Tile(Tile):
         ahead = self.p_in_smem and self.num_stages_q > 1
         accepted = "with p_in_smem and 2 or more num_stages_q"
         yield self.unless(ahead or not self.scores_ahead, "scores_ahead", accepted)
+        yield self.unless(not (self.scores_ahead and self.dq_bulk), "dq_bulk", "without scores_ahead")
         by_tma = not self.bias_stages or (traits.bias in ("fp16", "bf16") and not self.p_in_smem)
         accepted = f"0, or with a bias of 16 bits and p_in_smem=false, num_stages_q, for {traits}"
         yield self.unless(by_tma, "bias_stages", accepted)

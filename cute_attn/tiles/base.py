@@ -219,9 +219,9 @@ class WarpTile(Tile):
         return None
 
 
-COMPUTE_REGISTERS = {1: 255, 2: 240, 3: 160}
+COMPUTE_REGISTERS = {1: 255, 2: 240, 3: 160, 4: 112}
 """Consumer warpgroups -> registers per consumer thread. With the producer's, a CTA has at most 65,536."""
-LOAD_REGISTERS = {1: 56, 2: 24, 3: 32}
+LOAD_REGISTERS = {1: 56, 2: 24, 3: 32, 4: 32}
 """Consumer warpgroups -> registers per producer thread."""
 
 

@@ -343,7 +343,7 @@ class ForwardSm90Tile(Tile):
             not divide the number of query heads per key head, the excess rows are empty.
     """
 
-    tile_m: int = choice(128, 64, 128, 192)
+    tile_m: int = choice(128, 64, 128, 192, 256)
     tile_n: int = choice(128, *range(32, 257, 16))
     num_stages: int = choice(2, 1, 2, 3, 4)
     q_in_regs: bool = False
@@ -413,8 +413,8 @@ class ForwardSm90Tile(Tile):
         return acc_o + acc_s + p + q + bias + 16
 
     def reasons(self, traits: Traits) -> Iterator[str | None]:
-        accepted = "64, 128 or 192, 64 for each of one to three warpgroups"
-        yield self.unless(self.tile_m in (64, 128, 192), "tile_m", accepted)
+        accepted = "64, 128, 192 or 256, 64 for each of one to four warpgroups"
+        yield self.unless(self.tile_m in (64, 128, 192, 256), "tile_m", accepted)
         yield _key_block_reason(self, traits)
         yield self.unless_positive("num_stages")
         few = 1 <= self.blocks_per_sm <= (3 if self.warpgroups == 1 else 1)

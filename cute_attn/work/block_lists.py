@@ -23,7 +23,8 @@ class BlockLists:
         counts: int32 (batch, nheads, blocks, 2): for each block's list, the number of rows that need no mask and the
             number of all rows. Rows beyond the sequence do not count; a block that contains any is listed last.
         blocks: int32 (batch, nheads, blocks, most): for each listed block, twice its index, plus 1 if the mask hides
-            some of its keys; blocks that need no mask are first.
+            some of its keys; blocks that need no mask are first. For a cache, whose lengths only the device knows,
+            blocks are in order instead, and counts have none without a mask.
     """
 
     counts: cute.Tensor

@@ -1,6 +1,6 @@
 """The key blocks of a query block, the query blocks of a key block, and which of them need masks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -26,6 +26,30 @@ class BlockRange:
     listed: cute.Tensor | None = None
     tiles_per_block: Constexpr = 1
 
+    def within(self, seen: "BlockRange", may_skip: Constexpr) -> "BlockRange":
+        """The steps of a list in order whose blocks are in ``seen``. may_skip: False if ``seen`` begins at block 0."""
+        begin = self.step_from(seen.begin) if may_skip else self.begin
+        return self.clipped(begin, self.step_from(seen.end))
+
+    def step_from(self, block: Int32) -> Int32:
+        """The first step that visits ``block`` or a later one; of a list, it must be in order."""
+        return block if self.listed is None else self._search(block)
+
+    @cute.jit
+    def _search(self, block: Int32) -> Int32:
+        low, high, probe = self.begin, self.end, self.end - 1  # often all listed keys exist
+        while low < high:
+            if self.block(probe) < block:
+                low = probe + 1
+            else:
+                high = probe
+            probe = (low + high) >> 1
+        return low
+
+    def ahead(self, step: Int32) -> Int32:
+        """:meth:`block`, for a look-up ahead: before ``begin``, any block of the list."""
+        return self.block(step if self.listed is None else cutlass.max(step, self.begin))
+
     def block(self, step: Int32) -> Int32:
         """The block of a step in [begin, end): from the list, or rotated so that the first step visits ``first``."""
         return self.visit(step)[0]
@@ -46,7 +70,7 @@ class BlockRange:
         """The blocks in [begin, end), a range within [self.begin, self.end)."""
         full_begin = cutlass.min(cutlass.max(self.full_begin, begin), end)
         full_end = cutlass.min(cutlass.max(self.full_end, full_begin), end)
-        return BlockRange(begin, full_begin, full_end, end)
+        return replace(self, begin=begin, full_begin=full_begin, full_end=full_end, end=end)
 
     @staticmethod
     @cute.jit

@@ -49,8 +49,8 @@ class KeySplit:
         begin, end = blocks.begin, blocks.end
         if partials.split_keys > 0:
             size = partials.split_keys // tile_n
-            begin = cutlass.min(cutlass.max(begin, split * size), end)
-            end = cutlass.max(cutlass.min(end, (split + 1) * size), begin)
+            begin = cutlass.min(cutlass.max(begin, blocks.step_from(split * size)), end)
+            end = cutlass.max(cutlass.min(end, blocks.step_from((split + 1) * size)), begin)
         else:
             # split * count // num_splits, of quotient and remainder: the product may exceed 32 bits.
             count, num_splits = end - begin, partials.num_splits

@@ -252,6 +252,52 @@ def test_kernels_visit_listed_blocks(case, tiling, are_packed):
 
 
 @pytest.mark.parametrize(
+    ("case", "tiling", "pack", "mask"),
+    [
+        ("document", "warps4x1-64x32", 2, ""),
+        ("causal", "wgmma2-64x128-along-n", 1, ""),
+        ("blocks", "warps2x2-64x64", 2, "causal"),
+        ("window", "warps4x1-128x32", 2, ""),
+        ("of each", "warps2x4-32x128", 1, "window"),
+        ("small blocks of each", "warps2x2-64x64", 2, ""),
+        ("full blocks", "warps4x1-64x32", 2, "window"),
+        ("blocks of each head", "warps2x2-64x64", 2, ""),
+    ],
+)
+def test_kernels_with_a_cache_visit_listed_blocks(case, tiling, pack, mask):
+    """A work tile visits what either of its kv head's two heads lists, within the band and the keys that exist."""
+    sizes, (left, right) = (4, 300, 2, 300, 1), (90, 20)
+    problem = Scores.random(4, 2, 300, 300)
+    problem = replace(
+        problem, k=problem.k[:, :, :1].expand_as(problem.k), v=problem.v[:, :, :1].expand_as(problem.v)
+    )
+    block_mask = MASKS[case]()
+    name, tensors = epilogue_of_block_mask(block_mask, problem.q, problem.k, Packed((), (*sizes, 1), (case,)))
+    inputs = ScoreInputs(left, right, extra={name: tensors})
+    problem = replace(problem, inputs=inputs, lengths=Lengths(seqused_k=int32(*LENGTHS_K)))
+    made = TILINGS[tiling].of("-".join(filter(None, (mask, name, "seqused_k"))), op="kvcache")
+    made = replace(made, tile=replace(made.tile, pack_heads=pack))
+    assert made.epilogues.visits_lists and made.epilogues.in_order
+    found, (out, lse) = problem.emulate(made), problem.expected(made.traits)
+    assert torch.equal(found.lse.isfinite(), lse.isfinite())
+    torch.testing.assert_close(found.lse, lse, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found.out, out, atol=2e-3, rtol=1e-2)
+    counts, blocks, *_ = block_lists(kinds_of(block_mask), block_mask.BLOCK_SIZE, *sizes)
+    rows, columns = made.tile.tile_m // pack, made.tile.tile_n
+    expected = torch.zeros_like(found.visits, dtype=torch.bool)
+    for b, keys in enumerate(LENGTHS_K):
+        for i, row in enumerate(range(0, 300, rows)):
+            at, last = row // LISTED_ROWS, min(row + rows, 300) - 1
+            lists = (blocks[b, h, at, : -(-counts[b, h, at, 1] // LISTED_ROWS)] // 2 for h in range(2))
+            listed = set(torch.cat([*lists]).tolist())
+            first = max(row + keys - 300 - left, 0) if mask == "window" else 0
+            end = min(last + keys - 300 + (right if mask == "window" else 0) + 1, keys) if mask else keys
+            for n in range(first // columns, -(-end // columns)) if first < end else ():
+                expected[b, :, i, n] = n * columns // LISTED_ROWS in listed
+    assert torch.equal(found.visits > 0, expected)
+
+
+@pytest.mark.parametrize(
     ("case", "tiling", "are_packed"),
     [
         ("document", "warps4x1-64x64-transposed", False),

@@ -25,8 +25,8 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
         q, k = q.flatten(0, 1), k.flatten(0, 1)
         lengths[:2] = [torch.arange(batch + 1, dtype=torch.int32) * length for length in (seqlen_q, seqlen_k)]
     tensors = dict.fromkeys(("alibi_slopes", "bias", "sinks", "rng_state"))
-    seqused_k = changes.pop("seqused_k", None)
-    lengths[3] = seqused_k
+    lengths[3] = changes.pop("seqused_k", None)
+    tensors["bias"] = changes.pop("bias", None)
     options = dict.fromkeys(_Options._fields) | dict.fromkeys(("softcap", "dropout_p"), 0.0)
     flags = ("causal", "return_lse", "return_softmax", "return_max_scores", "deterministic", "same_bits")
     options |= dict.fromkeys(flags, False)
@@ -57,6 +57,7 @@ WANTED = {
     "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "fixed"),
     "function": (call(1, 32768, (32, 8), 128, epilogues={FUNCTION: ()}), FUNCTION, "fixed"),
     "an-idle-last-wave": (call(9216, 40832, (2, 1), 256), "", "stream_k"),
+    "bias": (call(1, 8192, (32, 8), 128, bias=torch.empty(1, 1, 1, 8192).bfloat16()), "bias_bf16", "fixed"),
 }
 
 
@@ -95,6 +96,7 @@ UNWANTED = {
     "softmax": call(1, 8192, return_softmax=True),
     "large-batch": call(1, 8192, (32, 8), batch=64),
     "few-rows-on-half-of-the-card": call(4, 16384, (32, 8), 128, batch=8, causal=True),
+    "an-idle-last-wave-with-a-bias": call(9216, 40832, (2, 1), 256, bias=torch.empty(1, 1, 1, 1)),
     "few-rows-on-two-thirds": call(2, 29249, (86, 86), 128, causal=True),
 }
 
@@ -114,6 +116,7 @@ LAUNCHED = {
     "stream_k": call(3, 4200, (4, 2), batch=2, causal=True),
     "fixed": call(2, 5000, (2, 1)),
     "function": call(2, 5000, (2, 1), epilogues={FUNCTION: ()}),
+    "bias": call(3, 4200, (4, 2), batch=2, bias=torch.linspace(-3, 3, 6 * 4200).half().view(2, 1, 3, 4200)),
     "packed": call(3, 4100, (4, 2), batch=2, packed=True, window=(900, 0)),
     "seqused": call(
         3, 4100, (4, 2), batch=2, packed=True, seqused_k=torch.tensor([77, 0], dtype=torch.int32)

@@ -105,10 +105,9 @@ def test_an_epilogue_is_used_by_attention():
 # ---- drop-ins, on CPUs ----
 
 
-@pytest.mark.slow
-def test_context_parallel_over_two_processes(tmp_path):
-    """The overridden operators compute each section of a sequence, and PyTorch merges the results."""
-    command = [EXAMPLES / "context_parallel.py", "--heads", 2, "--head-dim", 16]
+def in_two_processes(tmp_path, *arguments):
+    """The rows of examples/context_parallel.py."""
+    command = [EXAMPLES / "context_parallel.py", "--heads", 2, "--head-dim", 16, *arguments]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -121,10 +120,22 @@ def test_context_parallel_over_two_processes(tmp_path):
     for done in both:
         assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert all(max(row["errors"].values()) < 0.01 for row in rows)
+    return rows
+
+
+@pytest.mark.slow
+def test_context_parallel_over_two_processes(tmp_path):
+    """The overridden operators compute each section of a sequence, and PyTorch merges the results."""
+    rows = in_two_processes(tmp_path)
     assert [row["rotation"] for row in rows] == ["allgather", "alltoall"]
-    for row in rows:
-        assert row["served"] == 4  # two parts of keys, forward and backward
-        assert max(row["errors"].values()) < 0.01
+    assert all(row["served"] == 4 for row in rows)  # two parts of keys, forward and backward
+
+
+@pytest.mark.slow
+def test_documents_over_two_processes(tmp_path):
+    """PyTorch gathers keys, and gives each process its rows of the BlockMask."""
+    assert [row["by"] for row in in_two_processes(tmp_path, "--documents", 3)] == ["cute_attn"]
 
 
 def test_models_before_and_after(tmp_path):

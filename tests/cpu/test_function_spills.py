@@ -110,11 +110,12 @@ FUNCTIONS = {
 
 def words_of(function, op, pages):
     words = FUNCTIONS[function](pages)
-    if op not in ("gradients", "repeating"):
+    if op not in ("gradients", "repeating", "tangents"):
         return words
     cls = user_epilogue(words)
     every = tuple(range(len(cls.captured)))
-    name, numbers = cls.with_gradients(every, every if op == "repeating" else ())
+    exact = every if op == "repeating" else ()
+    name, numbers = cls.with_tangents(every) if op == "tangents" else cls.with_gradients(every, exact)
     assert numbers
     return name
 
@@ -125,13 +126,16 @@ SAMPLE = [
     ("t5", "gradients", "sm90", "sm90", 64),
     ("learned_cap", "gradients", "sm90", "sm90", 128),
     ("t5", "repeating", "sm80", "sm80", 128),
+    ("learned_cap", "tangents", "sm90", "sm90", 64),
     ("image-blocks", "forward", "sm90", "sm90", 64),
+    ("image-blocks", "kvcache", "sm80", "sm80", 128),
 ]
 MOST = {
     "forward": ("wrapped_distances", "t5", "wave", "document-blocks"),
     "backward": ("padding", "softcap-and-document", "wave"),
     "gradients": ("learned_cap", "t5"),
     "repeating": ("t5", "learned_cap"),
+    "tangents": ("learned_cap", "t5"),
 }
 """Functions that need most registers or instructions of the ones that share a tile, or that once spilled."""
 GENERATIONS = [*(("sm80", target) for target in AMPERE_TARGETS), ("sm90", "sm90")]
@@ -152,7 +156,8 @@ KERNELS = dict.fromkeys((*EXTREME, *((function, "backward", "sm90", "sm90", 128)
 )
 def test_a_function_does_not_spill(case, pages):
     function, op, arch, target, head_dim = case
-    kernel, mask = "forward" if op == "forward" else "backward", "" if "blocks" in function else "-causal"
+    kernel = {"forward": "forward", "kvcache": "kvcache", "tangents": "jvp"}.get(op, "backward")
+    mask = "" if "blocks" in function else "-causal"
     traits = Traits.parse(f"{kernel}-{arch}-bf16-d{head_dim}{mask}-{words_of(function, op, pages)}")
     compiled = compile(traits, target=target)
     used = compiled.resources

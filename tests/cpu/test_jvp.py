@@ -13,6 +13,9 @@ from torch.func import grad, jacfwd, jacrev, jvp, vmap
 from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flex, merge_attention
 from cute_attn.compiler.arguments import fakes
 from cute_attn.compiler.registry import lookup
+from cute_attn.epilogues.base import Epilogue
+from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.epilogues.names import register_epilogue, user_epilogue
 from cute_attn.host.call import ATTENTION, Call
 from cute_attn.host.jvp import with_tangents
 from cute_attn.kernels.jvp_sm80 import JvpSm80
@@ -23,6 +26,7 @@ from cute_attn.reference.emulate import features_of
 from cute_attn.reference.tilings import TINY, Scores
 from tests import emulated_kvcache, machine, refusals
 from tests import tensors as drawn
+from tests.cpu.test_function_gradients import FUNCTIONS
 from tests.fuzz import oracle
 from tests.tensors import int32
 
@@ -257,14 +261,28 @@ def test_the_definition_itself():
 # ---- the kernel ----
 
 DROPOUT = {"dropout_p": 0.3, "rng_state": torch.tensor([3, 4])}
+SINKS, SLOPES = torch.tensor([0.5, -3.0]), torch.tensor([[0.5, 0.1], [0.0, 1.0]])
 FEATURES = {
     "": {},
     "causal": {},
     "window_top_left": {"window_left": 5, "window_right": 3},
-    "causal-softcap-alibi": {"softcap": 1.5, "alibi_slopes": torch.tensor([[0.5, 0.1], [0.0, 1.0]])},
+    "causal-softcap-alibi": {"softcap": 1.5, "alibi_slopes": SLOPES},
     "dropout": DROPOUT,
     "causal-bias_bf16-dropout_mem_efficient": DROPOUT | {"bias": randn(2, 2, 40, 50).bfloat16()},
-    "causal-sinks_bf16": {"sinks": torch.tensor([0.5, -3.0]).bfloat16()},
+    "causal-sinks_bf16": {"sinks": SINKS.bfloat16()},
+    "causal-bias_fp32-bias_tangent-sinks_bf16": {
+        "bias": randn(2, 2, 40, 50).float(),
+        "sinks": SINKS.bfloat16(),
+    },
+    # The last queries see only their sinks.
+    "window_top_left-softcap-alibi-bias_bf16-sinks_fp32-bias_tangent-sinks_tangent": {
+        "window_left": -12,
+        "window_right": 30,
+        "softcap": 1.5,
+        "sinks": SINKS,
+        "alibi_slopes": SLOPES,
+        "bias": randn(2, 2, 40, 50).bfloat16(),
+    },
     "seqused_q-seqused_k": {},
 }
 
@@ -281,13 +299,20 @@ def test_threads_compute_the_definition(features, tiling):
         used = (torch.tensor(x, dtype=torch.int32) for x in ([40, 17], [33, 50]))
         problem = replace(problem, lengths=Lengths(None, None, *used, 40, 50))
 
-    def by_definition(*tensors):
-        given = (problem.scale, features_of(tiling.traits), problem.inputs, problem.lengths)
-        out, lse, _ = definition(*tensors, *given)
+    more = [x for x in ("bias", "sinks") if f"{x}_tangent" in features]
+    moved = {x: getattr(dots.inputs, x).flip(-1) for x in more}
+    dots = replace(dots, inputs=replace(dots.inputs, **moved))
+
+    def by_definition(q, k, v, *tensors):
+        inputs = replace(problem.inputs, **dict(zip(more, tensors, strict=True)))
+        given = (problem.scale, features_of(tiling.traits), inputs, problem.lengths)
+        out, lse, _ = definition(q, k, v, *given)
         return out.transpose(1, 2), lse
 
-    primals, tangents = ([x.double() for x in (y.q, y.k, y.v)] for y in (problem, dots))
-    (out, lse), (out_dot, lse_dot) = jvp(by_definition, tuple(primals), tuple(tangents))
+    def tensors(of):
+        return tuple(x.double() for x in (of.q, of.k, of.v, *(getattr(of.inputs, name) for name in more)))
+
+    (out, lse), (out_dot, lse_dot) = jvp(by_definition, tensors(problem), tensors(dots))
     found = problem.tangents(tiling, dots)
     exists = lse.isfinite()  # threads also compute rows of a block beyond the sequence's end
     assert exists.any() and found.lse[exists].isfinite().all()
@@ -296,6 +321,45 @@ def test_threads_compute_the_definition(features, tiling):
     for name, limit in {"out": 5e-3, "lse": 2e-6, "out_dot": 5e-3, "lse_dot": 5e-6}.items():
         error = (getattr(found, name).double() - right[name])[rows if name.startswith("out") else exists]
         assert error.abs().max() <= limit, f"{name}: {error.abs().max()}"
+
+
+COLUMNS = randn(4, 7)
+UNKNOWN = torch.where(torch.arange(50) < 30, randn(50).float(), torch.nan)
+MOVED = FUNCTIONS | {
+    "hidden NaN": lambda s, b, h, q, k: torch.where(k < 30, s * UNKNOWN[k] + UNKNOWN[k], -torch.inf),
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "features"),
+    [*((name, "causal-softcap") for name in MOVED), ("softcap-and-slopes", "bias_fp32-bias_tangent")],
+)
+def test_threads_follow_tangents_of_captured_tensors(function, features):
+    """By the kernel's code for each thread; some of the tensors have none."""
+    name, tensors = epilogue_of(MOVED[function], None)
+    moved = range(len(tensors))[-2:]
+    own, numbers = user_epilogue(name).with_tangents(tuple(moved))
+    assert numbers == tuple(moved)
+    given = {"bias": randn(2, 3, 40, 50).float()} if "bias" in features else {"softcap": 1.5}
+    problem, dots = (Scores.random(2, 3, 40, 50, seed=i, extra={name: tensors}, **given) for i in range(2))
+    changed = [(tensors[i] + i).sin() for i in moved]
+    plain = TINY["warps2x1-32x16"].of(f"{features}-{name}", op="jvp").traits
+
+    def by_definition(q, k, v, bias, *more):
+        inputs = replace(problem.inputs, bias=bias, extra={name: (*tensors[: moved.start], *more)})
+        return definition(q, k, v, problem.scale, features_of(plain), inputs, problem.lengths)[:2]
+
+    def wide(of, more):
+        bias = of.inputs.bias if "bias" in given else torch.zeros(1, 1, 1, 1)
+        return tuple(x.double() for x in (of.q, of.k, of.v, bias, *more))
+
+    (out, lse), right = jvp(by_definition, wide(problem, tensors[moved.start :]), wide(dots, changed))
+    problem = replace(problem, inputs=replace(problem.inputs, extra={own: (*tensors, *changed)}))
+    found = problem.tangents(TINY["warps2x1-32x16"].of(f"{features}-{own}", op="jvp"), dots)
+    pairs = ((found.out, out), (found.lse, lse), (found.out_dot, right[0]), (found.lse_dot, right[1]))
+    for (x, exact), limit in zip(pairs, (5e-3, 1e-5, 1e-2, 1e-4), strict=True):
+        error = x.double() - (exact.transpose(1, 2) if exact.dim() == 4 else exact)
+        assert error.abs().max() <= limit * max(1.0, float(exact.abs().max()))
 
 
 def test_what_the_keys_of_a_row_have_in_common_costs_no_digits():
@@ -321,6 +385,7 @@ def test_what_the_kernel_serves():
 # ---- the host ----
 
 
+ADDED, CAPTURED = epilogue_of(lambda s, b, h, q, k: s + COLUMNS[h, k], None)
 HOST = {
     "plain": ({}, {}),
     "odd head dims": ({"d": 59, "dv": 21}, {}),
@@ -329,18 +394,30 @@ HOST = {
     "a scale of 0": ({}, {"softmax_scale": 0.0}),
     "packed": ({"varlen": True}, {}),
     "rows without an owner": ({}, {"seqused_q": int32(3, 5)}),
-    "no keys": ({"keys": 0}, {}),
+    "no keys": ({"keys": 0}, {"sinks": SINKS.repeat(2).bfloat16()}),
+    "a bias of one row, and sinks": ({}, {"bias": randn(1, 4, 1, 6).bfloat16(), "sinks": SINKS.repeat(2)}),
+    "a function": ({}, {"epilogues": (f"{ADDED}:t",), "epilogue_tensors": CAPTURED}),
+    "a bias of all scores": ({"d": 59}, {"softmax_scale": -0.5, "bias": randn(2, 1, 5, 6).float()}),
 }
 
 
 def by_definition(given, traits):
     """Write the kernel's results, by the definition, to rows that sequences own."""
-    lengths = Lengths(*given.seqlens[:6])
+    lengths, own = Lengths(*given.seqlens[:6]), {"bias": traits.bias, "sinks": traits.sinks}
+    names = [*traits.epilogues, *(name for name, dtype in own.items() if dtype)]
+    features = Features(traits.mask, "", tuple(user_epilogue(name).reference for name in traits.epilogues))
 
-    def call(*tensors):
-        return definition(*tensors, given.softmax_scale, Features(traits.mask), ScoreInputs(), lengths)[:2]
+    def call(q, k, v, *more):
+        values = dict(zip(names, more, strict=True))
+        extra = {name: (values.pop(name),) for name in traits.epilogues}
+        inputs = ScoreInputs(**values, extra=extra)
+        return definition(q, k, v, given.softmax_scale, features, inputs, lengths)[:2]
 
-    tensors = ((given.mQ, given.mK, given.mV), (given.mQdot, given.mKdot, given.mVdot))
+    tensors = [[given.mQ, given.mK, given.mV], [given.mQdot, given.mKdot, given.mVdot]]
+    for name, (x, *dots) in zip(names, given.score_args[2:], strict=True):
+        assert len(dots) == getattr(traits, f"{name}_tangent", name.startswith("traced_tangent"))
+        for own, one in zip(tensors, (x, *dots) if dots else (x, torch.zeros_like(x)), strict=True):
+            own.append(one)
     (out, lse), (out_dot, lse_dot) = jvp(call, *(tuple(x.double() for x in own) for own in tensors))
     used = [None] * len(out) if lengths.seqused_q is None else lengths.seqused_q.tolist()
     for b, rows in enumerate(used):
@@ -384,9 +461,11 @@ def test_the_host(name, launched):
     if sizes["varlen"]:
         more |= {"cu_seqlens_q": int32(0, 2, 5), "cu_seqlens_k": int32(0, 3, 6)}
     call = Call(*given, **more)
-    for tangents in (dots, [dots[0], None, None], [None, None, dots[2]]):
-        found = with_tangents(call, [*tangents, None, None])
-        expected = torch.ops.cute_attn.jvp([*tangents, None, None], *call.values(ATTENTION))
+    more = [None if x is None else x.flip(-1) for x in (call.bias, call.sinks, *call.epilogue_tensors)]
+    none = (None,) * len(call.epilogue_tensors)
+    for tangents in ([*dots, *more], [dots[0], *(None,) * 4, *none], [None, None, dots[2], None, *more[1:]]):
+        found = with_tangents(call, tangents)
+        expected = torch.ops.cute_attn.jvp(tangents, *call.values(ATTENTION))
         for x, right in zip(found, expected, strict=True):
             assert x.dtype == right.dtype
             torch.testing.assert_close(x, right, atol=2e-2 if x.dtype != torch.float32 else 1e-5, rtol=1e-2)
@@ -396,7 +475,9 @@ def test_the_host(name, launched):
 
 HALF, BIAS = randn(1, 4, 2, 16).bfloat16(), torch.zeros(1, 2, 4, 4).bfloat16()
 REFUSED = """
-told({3: BIAS}, bias=BIAS) -> NotImplementedError: bias has a tangent; acc
+told({3: BIAS.float()}, bias=BIAS) -> ValueError: the tangent of bias is (1, 2, 4, 4), torch.float32
+told({5: SINKS}, epilogues=("unmoved:t",), epilogue_tensors=(SINKS,))
+    -> NotImplementedError: a tensor of epilogue 'unmoved' has a tangent
 told({0: HALF}, tile="tile_n=16") -> NotImplementedError: kernel or tile is given
 told({0: HALF.float()}) -> ValueError: the tangent of q is (1, 4, 2, 16), torch.float32
 told({1: HALF[:, :2]}) -> ValueError: the tangent of k is (1, 2, 2, 16)
@@ -404,9 +485,18 @@ told({}, **dict.fromkeys("qkv", HALF.float())) -> NotImplementedError: q is fp32
 """
 
 
+@register_epilogue("unmoved")
+class Unmoved(Epilogue):
+    """A class that has a derivative, but takes no tangents of its tensors."""
+
+    def forward(self, state, tile, loaded): ...
+
+    def backward(self, state, tile, saved): ...
+
+
 def told(tangents, **changes):
     call = Call(HALF, HALF, HALF, max_seqlen_q=4, max_seqlen_k=4)._replace(**changes)
-    with_tangents(call, [tangents.get(place) for place in range(5)])
+    with_tangents(call, [tangents.get(place) for place in range(5 + len(call.epilogue_tensors))])
 
 
 @refusals.each(REFUSED)

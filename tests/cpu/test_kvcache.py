@@ -795,6 +795,27 @@ def test_splits_of_one_sequence(keys, kv_heads, num_splits):
     assert (split.how, split.num_splits) == ("fixed", num_splits)
 
 
+@pytest.mark.parametrize(
+    ("batch", "own", "visits", "how", "num_splits"),
+    [
+        (1, {}, True, "fixed", 128),
+        (20, {}, True, "fixed", 27),
+        (150, {}, True, "fixed", 4),
+        (600, {}, True, "", 1),
+        (20, {"leftpad": (3,) * 20}, False, "stream_k", 1),
+        (20, {"dims": (320, 320)}, False, "stream_k", 1),
+    ],
+)
+def test_splits_of_listed_blocks(batch, own, visits, how, num_splits):
+    """Even splits take the place of stream-K, whose ranges count all blocks."""
+    case = Case((9,) * batch, **{"heads": (8, 1), "dims": (128, 128), "batch_idx": (0,) * batch} | own)
+    problem = Problem(case, dtype=torch.float16)
+    problem.k, problem.v = (torch.empty(1, 65536, 1, dim, dtype=torch.float16) for dim in case.dims)
+    problem.blocks = block_mask_of(1, 1, 1, 65536, 128)
+    kernel, split = split_kv.choose_kernel(params_of(problem), "sm90", 132)
+    assert (kernel.epilogues.visits_lists, split.how, split.num_splits) == (visits, how, num_splits)
+
+
 @pytest.mark.parametrize(("batch", "heads", "dim", "rows"), [(8, (8, 1), 256, 64), (80, (8, 1), 256, 128)])
 def test_few_work_tiles_of_few_keys_have_64_rows(batch, heads, dim, rows):
     """64 queries of 8 heads on 375 keys: in small tiles they run at once, unless sequences are many."""

@@ -276,9 +276,10 @@ def test_device_code_lists_blocks_in_order(shape):
     ("block_size", "lengths"), [((128, 128), (500, 1300)), ((64, 256), (256, 200)), ((32, 96), (90, 128))]
 )
 @pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2), (3, 1)])
-def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_size):
+@pytest.mark.parametrize("cached", [(), (1,)])
+def test_device_code_lists_what_kernels_visit(lengths, heads, heads_kv, block_size, cached):
     """heads: the table's heads; one of them stands for four."""
-    sizes = (2, lengths[0], max(heads, 4) if heads == 1 else heads, lengths[1], heads_kv)
+    sizes = (2, lengths[0], max(heads, 4) if heads == 1 else heads, lengths[1], heads_kv, *cached)
     rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
     chances = torch.rand(2, heads, rows, columns, generator=generator)
     kinds = (chances > 0.2).byte() + (chances > 0.5).byte()

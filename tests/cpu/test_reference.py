@@ -105,6 +105,14 @@ def test_used_keys_of_strided_batches():
         torch.testing.assert_close(lse[b], expected_lse[0])
 
 
+def test_gradients_of_several_query_heads_are_rounded_once():
+    q, k, v = (randn(1, 1, n, 8, seed=n, dtype=torch.bfloat16).requires_grad_() for n in (8, 1, 2))
+    k = k.expand(-1, -1, 2, -1)
+    grad_out = randn(1, 1, 8, 8, seed=3, dtype=torch.bfloat16)
+    (grad,) = torch.autograd.grad(attend(q, k, v, 1.0)[0], v, grad_out)
+    assert torch.equal(grad, grad_out.double().unflatten(2, (2, 4)).sum(3).bfloat16())  # P is 1
+
+
 def test_chunks_of_batches_and_heads_change_nothing(monkeypatch):
     q, k, v = randn(3, 5, 6, 8, seed=1), randn(3, 7, 2, 8, seed=2), randn(3, 7, 2, 8, seed=3)
     args = {"dropout": "mem_efficient", "dropout_p": 0.5, "rng_state": torch.tensor([1, 2])}

@@ -10,9 +10,11 @@ from cutlass.cute.runtime import from_dlpack, make_fake_stream
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cute_attn.work.block_lists import BlockLists
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.key_splits import KeySplit, Partials
 from tests.divided_keys import KINDS, Line, divide_by_a_warp, fakes
+from tests.tensors import int32, run
 
 
 @settings(deadline=None, max_examples=120)
@@ -144,6 +146,40 @@ def test_every_block_is_in_one_split(blocks, num_splits, split_keys):
     if not split_keys:
         sizes = [split[3] - split[0] for split in found]
         assert max(sizes) - min(sizes) <= 1
+
+
+@cute.jit
+def split_list(numbers: cute.Tensor, counts: cute.Tensor, listed: cute.Tensor, found: cute.Tensor):
+    """numbers: the first key block and the end of those that exist, num_splits, split_keys.
+
+    found: each split's blocks in the order of its steps.
+    """
+    lists, partials = BlockLists(counts, listed), Partials(found, found, numbers[2], numbers[3])
+    zero = Int32(0)
+    seen = BlockRange(numbers[0], numbers[0], numbers[0], numbers[1])
+    blocks = lists.of(zero, zero, zero, TILE).within(seen, True)
+    for split in cutlass.range(numbers[2]):
+        own = KeySplit.of(blocks, Int32(split), partials, TILE)
+        for step in cutlass.range(own.begin, own.end):
+            found[split, step - own.begin] = blocks.clipped(own.begin, own.end).block(step)
+
+
+@pytest.mark.parametrize("listed", [(), (0,), (5,), (1, 2, 6, 7, 11), tuple(range(12)), (0, 11)])
+@pytest.mark.parametrize("seen", [(0, 24), (0, 0), (3, 13), (11, 12), (23, 24), (0, 15)])
+@pytest.mark.parametrize(("num_splits", "split_keys"), [(1, 0), (3, 0), (20, 0), (6, 256), (3, 512)])
+def test_listed_blocks_that_exist_are_in_one_split(listed, seen, num_splits, split_keys):
+    """Lists of 128 keys are in order; a tile has 64."""
+    blocks = torch.tensor([[[[*(2 * x for x in listed), *[-1] * (12 - len(listed))]]]], dtype=torch.int32)
+    counts = torch.tensor([[[[0, 128 * len(listed)]]]], dtype=torch.int32)
+    found = torch.full((num_splits, 24), -1, dtype=torch.int32)
+    run(split_list, int32(*seen, num_splits, split_keys), counts, blocks, found)
+    expected = [x for x in range(*seen) if x // 2 in listed]
+    splits = [[x for x in own if x >= 0] for own in found.tolist()]
+    assert [x for own in splits for x in own] == expected
+    if split_keys:
+        assert all(x * TILE // split_keys == i for i, own in enumerate(splits) for x in own)
+    else:
+        assert max(map(len, splits)) - min(map(len, splits)) <= 1
 
 
 @pytest.mark.parametrize("end", [2**22 + 64, 2**23 - 64])

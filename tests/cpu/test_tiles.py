@@ -105,7 +105,7 @@ forward-sm90-bf16-d128-dropout tile_m=64,tile_n=64,pack_heads=8
     -> pack_heads is 8; accepted: 1 with a bias, dropout or users'
 forward-sm90-bf16-d128-relative_position tile_m=64,tile_n=64,pack_heads=8
     -> pack_heads is 8; accepted: 1 with a bias, dropout or users'
-forward-sm90-bf16-d128 tile_m=96 -> tile_m is 96; accepted: 64, 128 or 192
+forward-sm90-bf16-d128 tile_m=96 -> tile_m is 96; accepted: 64, 128, 192 or 256
 forward-sm90-bf16-d128 blocks_per_sm=2 -> blocks_per_sm is 2; accepted: 1, and up to 3
 forward-sm90-bf16-d32 tile_m=64,tile_n=16,num_stages=15
     -> num_stages is 15; accepted: stages whose barriers fit 480 bytes
@@ -128,7 +128,7 @@ backward-sm90-bf16-d64 tile_m=96 -> tile_m is 96
 backward-sm90-bf16-d64 dq_transposed=true -> dq_transposed is true
 backward-sm90-bf16-d64 num_stages_ds=3 -> num_stages_ds is 3; accepted: 1 or 2
 backward-sm90-bf16-d64 num_stages_ds=1 -> num_stages_ds is 1
-backward-sm90-bf16-d256 dq_bulk=true -> dq_bulk is true
+backward-sm90-bf16-d320 dq_bulk=true -> dq_bulk is true; accepted: without scores_ahead
 backward-sm90-bf16-d64 mask_warps=1 -> mask_warps is 1
 backward-sm90-bf16-d64-dropout mask_warps=4 -> mask_warps is 4
 backward-sm90-bf16-d64-dropout dq_bulk=true
@@ -264,7 +264,11 @@ forward d64-causal-varlen 2440 2440 pairs=26 -> tile_m=64
 forward d64-causal-varlen 4096 4096 pairs=26 -> tile_m=192
 forward d128-causal 1024 1024 pairs=64 -> tile_m=128
 forward d256 1024 1024 pairs=8 -> tile_m=64
-forward d72 1024 1024 pairs=256 -> tile_m=192
+forward d72 1024 1024 pairs=256 -> tile_m=256
+forward d64 749 749 pairs=256 -> tile_m=256
+forward d64 577 577 pairs=256 -> tile_m=64
+forward d64-causal 4096 4096 pairs=128 -> tile_m=256
+forward d64,d72 1100 1100 pairs=264 -> tile_m=192
 forward d80 1024 1024 pairs=256 -> tile_m=128
 forward d32-bias_bf16 32 128 pairs=16384 -> tile_m=64
 forward d128-bias_bf16 65 4096 pairs=8 -> tile_m=64

@@ -80,7 +80,9 @@ Traits("forward", *BASE, alignment=2) -> ValueError: alignment is 2 with op 'for
 Traits("kvcache", *BASE, alignment=8) -> ValueError: alignment is 8; accepted: 0, 1, 2, 4
 Traits("combine", "sm80", "fp32", 60, alignment=4) -> ValueError: alignment is 4 with dtype 'fp32'; accepted: 0 for 16
 Traits("kvcache", "sm80", "bf16", 59, alignment=2) -> ValueError: head_dim is 59; accepted: multiples of 2 up to 576
-Traits("backward", *BASE, bias_grad=True) -> ValueError: bias_grad is True without a bias; accepted: with
+Traits("backward", *BASE, bias_grad=True) -> ValueError: bias_grad is True without bias; accepted: with bias
+Traits("jvp", *BASE, sinks_tangent=True) -> ValueError: sinks_tangent is True without sinks; accepted: with sinks
+Traits("forward", *BASE, bias="bf16", bias_tangent=True) -> ValueError: bias_tangent is True with op 'forward'; accepted
 Traits("backward", *BASE, lse_grad=True)
     -> ValueError: lse_grad is True with op 'backward'; accepted: with op 'backward_preprocess'
 Traits("backward", *BASE).part("forward") -> ValueError: op is 'forward'; accepted: 'backward_preprocess',

@@ -196,14 +196,15 @@ def test_lists_are_torch_s(name: str, lengths: tuple[int, int], block_size: Any)
 @pytest.mark.parametrize("block_size", [(128, 128), (64, 256), (32, 96)])
 @pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("lengths", [(5000, 1300), (256, 9000), (90, 128)])
+@pytest.mark.parametrize("cached", [(), (1,)])
 def test_what_kernels_visit(
-    lengths: tuple[int, int], heads: int, heads_kv: int, block_size: tuple[int, int]
+    lengths: tuple[int, int], heads: int, heads_kv: int, block_size: tuple[int, int], cached: tuple[int, ...]
 ) -> None:
     """Against the definition on the CPU."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
     kinds = torch.randint(0, 3, (2, heads, rows, columns), generator=generator, dtype=torch.uint8)
-    call = (block_size, 2, lengths[0], 4, lengths[1], heads_kv)
+    call = (block_size, 2, lengths[0], 4, lengths[1], heads_kv, *cached)
     for found, expected in zip(block_lists(kinds.cuda(), *call), block_lists(kinds, *call), strict=True):
         assert torch.equal(found.cpu(), expected)
 

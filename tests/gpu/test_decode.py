@@ -279,6 +279,38 @@ def test_bias_and_block_mask_in_many_blocks(
 
 
 @pytest.mark.parametrize("arch", runnable_archs("kvcache"))
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+@pytest.mark.parametrize("page", [0, 16, 64])
+@pytest.mark.parametrize(
+    ("heads", "queries", "dims", "scores"),
+    [
+        ((4, 4), 1, (64, 64), {"blocks": "each", "mask": ""}),
+        ((8, 1), 5, (128, 128), {"blocks": "one", "functions": True, "sinks": True}),
+        ((6, 2), 9, (192, 64), {"blocks": "one", "mask": "window", "window": (300, 2), "packed": True}),
+        ((4, 2), 150, (128, 128), {"blocks": "each", "bias": "h", "softcap": 1.5}),
+        ((16, 2), 40, (256, 256), {"blocks": "one", "alibi": "heads"}),
+        ((2, 2), 3, (64, 64), {"blocks": "each", "tree": True, "rotary": 0}),
+    ],
+)
+def test_hidden_blocks_are_not_read(heads, queries, dims, scores, page, num_splits, arch):
+    """Blocks of 128 keys that a BlockMask hides from all queries of a kv head are NaN; from a record as well."""
+    case = dataclasses.replace(many_blocks(heads, queries, dims, page), block=128, **scores)
+    if case.packed:
+        rows = (queries, 1, 0, 2, 3)
+        case = dataclasses.replace(case, queries=rows, new=rows)
+    problem = Problem(case, dtype=torch.bfloat16)
+    expected = copy.deepcopy(problem).to("cuda")
+    problem.hide()
+    problem.to("cuda")
+    for one in (problem, expected):
+        one.slopes = None if one.slopes is None else one.slopes.float()
+    found = call(problem, num_splits=num_splits, kernel=arch)
+    assert_near(found, expected.run())
+    for _ in range(3):
+        assert_equal(call(problem, num_splits=num_splits, kernel=arch), found)
+
+
+@pytest.mark.parametrize("arch", runnable_archs("kvcache"))
 @pytest.mark.parametrize("leftpad", [(), (3, 130)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_rows_of_the_smallest_number_are_means(dtype, leftpad, arch):

@@ -56,6 +56,16 @@ def test_batched(name):
     check(attention, q, k, v, seqused_k=int32(*[keys - 77, 100][:batch]), **options)
 
 
+@ON_HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.bool])
+@pytest.mark.parametrize("bias", [(2, 1, 9, 6001), (1, 8, 1, 6001), (1, 1, 9, 1)], ids=str)
+def test_biases(bias, dtype):
+    """Also of one row for all queries, and of one number for all keys."""
+    q, k, v = tensors((2, 9, 8, 128), *[(2, 6001, 2, 128)] * 2)
+    rows = randn(*bias, seed=9)
+    check(attention, q, k, v, bias=rows > -1 if dtype is torch.bool else rows.to(dtype))
+
+
 FUNCTIONS = {
     "score": {"score_mod": lambda s, b, h, i, j: s - (h + 1) * 0.001 * (j - i).abs()},
     "mask": {"mask_mod": lambda b, h, i, j: (j < 4100) | ((j + i + h) % 5 == b)},

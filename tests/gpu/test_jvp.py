@@ -31,33 +31,52 @@ OF_HEAD_DIMS = [
     for d, dv in ((59, 21), (8, 128), (160, 160), (256, 256), (64, 200), (192, 128))
 ]
 CAUSAL = BY_NAME["causal-203x113"]
+MORE = {"bias": "bf16", "bias_broadcast": "b", "sinks": "fp32", "softcap": 12.0}
+WITH_MORE = Case("bias-and-sinks", causal=True, seqlen_q=203, seqlen_k=113, **MORE)  # type: ignore[arg-type]
 NAMES = ("q", "k", "v")
 
 
-def tangents(of: Case, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def tangents(of: Case, seed: int = 1) -> dict[str, Tensor]:
     """Tangents with the tensors' shapes and layouts, and NaN in rows that no sequence owns."""
-    return of.build("cuda", seed=seed).tensors
+    dots = moving(of.build("cuda", seed=seed))
+    return dots | {name: x.nan_to_num(neginf=0.0) for name, x in dots.items() if name not in NAMES}
+
+
+def moving(problem: Problem) -> dict[str, Tensor]:
+    """The tensors that may have a tangent: q, k, v, and a bias and sinks if there are any."""
+    more = {name: getattr(problem.inputs, name) for name in ("bias", "sinks")}
+    tensors = dict(zip(NAMES, problem.tensors, strict=True))
+    return tensors | {name: x for name, x in more.items() if x is not None}
+
+
+def moved(problem: Problem, changed: dict[str, Tensor]) -> Problem:
+    """The problem with other tensors, by name."""
+    q, k, v, *_ = (moving(problem) | changed).values()
+    own = {name: x for name, x in changed.items() if name not in NAMES}
+    return replace(problem, tensors=(q, k, v), inputs=replace(problem.inputs, **own))
 
 
 def followed(problem: Problem, dots: dict[str, Tensor]) -> dict[str, Tensor]:
     """out, lse and their tangents."""
+    given = moving(problem)
     with forward_ad.dual_level():
-        pairs = zip(NAMES, problem.tensors, strict=True)
-        duals = tuple(forward_ad.make_dual(x, dots[name]) if name in dots else x for name, x in pairs)
-        found = [forward_ad.unpack_dual(x) for x in replace(problem, tensors=duals)._run()]
+        duals = {name: forward_ad.make_dual(given[name], dot) for name, dot in dots.items()}
+        found = [forward_ad.unpack_dual(x) for x in moved(problem, duals)._run()]
     return named(problem, [x.primal for x in found], [x.tangent for x in found])
 
 
 def defined(problem: Problem, dots: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Results in torch by the reference in ``dtype``."""
-    given = dict(zip(NAMES, (x.to(dtype) for x in problem.tensors), strict=True))
 
-    def call(moved: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        own = tuple((given | moved).values())
-        return replace(problem, tensors=own)._define(dtype)[:2]  # type: ignore[arg-type]
+    def wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x.to(dtype) if name in NAMES else x for name, x in tensors.items()}
 
-    moved = {name: given[name] for name in dots}
-    return named(problem, *jvp(call, (moved,), ({name: x.to(dtype) for name, x in dots.items()},)))
+    given = wide(moving(problem))
+
+    def call(changed: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return moved(problem, given | changed)._define(dtype)[:2]
+
+    return named(problem, *jvp(call, ({name: given[name] for name in dots},), (wide(dots),)))
 
 
 def named(problem: Problem, primals: Any, found: Any) -> dict[str, Tensor]:
@@ -72,7 +91,8 @@ def check_tangents(of: Case, dots: dict[str, Tensor], **options: Any) -> None:
     if of.compare:
         index = list(of.compare)
         actual = {name: x[index] for name, x in actual.items()}
-        problem, dots = problem.compared(), {name: x[index] for name, x in dots.items()}
+        own = {name: x[index] for name, x in dots.items() if name in NAMES}
+        problem, dots = problem.compared(), dots | own
     exact, plain, plain32 = (
         defined(problem, dots, dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)
     )
@@ -88,13 +108,30 @@ def check_tangents(of: Case, dots: dict[str, Tensor], **options: Any) -> None:
 
 @pytest.mark.parametrize("of", [*SERVED, *OF_HEAD_DIMS], ids=lambda case: case.name)
 def test_case(of: Case) -> None:
-    check_tangents(of, dict(zip(NAMES, tangents(of), strict=True)))
+    check_tangents(of, tangents(of))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("of", [CAUSAL, BY_NAME["varlen-causal"]], ids=lambda case: case.name)
+ONE = [(of, name) for of in (CAUSAL, BY_NAME["varlen-causal"]) for name in NAMES]
+ONE += [(WITH_MORE, name) for name in ("q", "bias", "sinks")]
+
+
+@pytest.mark.parametrize(("of", "name"), ONE, ids=lambda x: getattr(x, "name", x))
 def test_a_tangent_of_one_tensor(of: Case, name: str) -> None:
-    check_tangents(of, {name: dict(zip(NAMES, tangents(of), strict=True))[name]})
+    check_tangents(of, {name: tangents(of)[name]})
+
+
+def test_tangents_of_a_bias_whose_columns_are_not_contiguous() -> None:
+    problem, dots = WITH_MORE.build("cuda"), tangents(WITH_MORE)
+    turned = dots | {
+        "bias": dots["bias"].mT.contiguous().mT,
+        "sinks": dots["sinks"].repeat_interleave(2)[::2],
+    }
+
+    def call(tensors: dict[str, Tensor]) -> Any:
+        return moved(problem, tensors)._run()
+
+    for found, right in zip(*(jvp(call, (moving(problem),), (x,)) for x in (turned, dots)), strict=True):
+        assert all(map(torch.equal, found, right))
 
 
 def test_a_part_that_all_keys_have_in_common() -> None:
@@ -103,16 +140,15 @@ def test_a_part_that_all_keys_have_in_common() -> None:
     problem = of.build("cuda")
     q, k, _ = problem.tensors
     k[..., 0] = 2.0
-    dots = [x.clone() for x in tangents(of)]
-    dots[0][..., 0] = 64.0
-    given = dict(zip(NAMES, dots, strict=True))
+    given = {name: x.clone() for name, x in tangents(of).items()}
+    given["q"][..., 0] = 64.0
     actual, exact = followed(problem, given), defined(problem, given, torch.float64)
     check("out_dot", actual["out_dot"], exact["out_dot"], defined(problem, given, q.dtype)["out_dot"])
 
 
 def test_jvp_jacfwd_and_vmap() -> None:
-    problem, dots = CAUSAL.build("cuda"), tangents(CAUSAL)
-    expected = followed(problem, dict(zip(NAMES, dots, strict=True)))
+    problem, dots = CAUSAL.build("cuda"), tuple(tangents(CAUSAL).values())
+    expected = followed(problem, tangents(CAUSAL))
 
     def call(*tensors: Tensor) -> Any:
         return attention(*tensors, causal=CAUSAL.causal, return_lse=True)
@@ -136,35 +172,46 @@ def test_jvp_jacfwd_and_vmap() -> None:
     torch.testing.assert_close(matrix.double() @ dot.double(), right.double(), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_functions(masked: bool) -> None:
-    shapes = ((2, 4, 300, 64), (2, 2, 300, 64), (2, 2, 300, 64))
-    given, dots = (tuple(randn(*shape, seed=first + i) for i, shape in enumerate(shapes)) for first in (0, 3))
-    table = torch.rand(4, device="cuda")
-
+def score_mod_of(table: Tensor, distances: Tensor) -> Any:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return torch.tanh(score * table[h]) + (i - j) * 0.01
+        return torch.tanh(score * table[h]) + distances[h, (i - j).clamp(-100, 100) + 100]
+
+    return score_mod
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "moved", "masked"),
+    [*((64, moved, masked) for moved in (3, 5) for masked in (False, True)), (128, 5, False), (192, 5, True)],
+)
+def test_functions(head_dim: int, moved: int, masked: bool) -> None:
+    """Tangents of q, k and v, or also of what a function captures."""
+    shapes = ((2, 4, 300, head_dim), (2, 2, 300, head_dim), (2, 2, 300, head_dim), (4,), (4, 201))
+    given, dots = (tuple(randn(*shape, seed=first + i) for i, shape in enumerate(shapes)) for first in (0, 5))
+    kept = given[moved:]
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & (i // 100 == j // 100)
 
     block_mask = create_block_mask(mask_mod, None, None, 300, 300) if masked else None  # type: ignore[arg-type]
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex.flex_attention(q, k, v, score_mod, block_mask=block_mask, enable_gqa=True)
+    def call(*tensors: Tensor) -> Tensor:
+        q, k, v, *captured = (*tensors, *kept)
+        return flex.flex_attention(q, k, v, score_mod_of(*captured), block_mask=block_mask, enable_gqa=True)
 
-    def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def by_definition(*tensors: Tensor) -> Tensor:
+        q, k, v, *captured = (*tensors, *(x.to(tensors[0].dtype) for x in kept))
         k, v = (x.repeat_interleave(2, 1) for x in (k, v))
         index = [torch.arange(n, device="cuda") for n in (2, 4, 300, 300)]
         b, h, i, j = (x.view([-1 if a == axis else 1 for a in range(4)]) for axis, x in enumerate(index))
-        s = score_mod((q @ k.transpose(-1, -2)) * 0.125, b, h, i, j)
+        s = score_mod_of(*captured)((q @ k.transpose(-1, -2)) * head_dim**-0.5, b, h, i, j)
         if masked:
             s = s.masked_fill(~mask_mod(b, h, i, j), -torch.inf)
         return (s.softmax(-1) @ v).to(q.dtype)
 
-    found = jvp(call, given, dots)
+    own = (given[:moved], dots[:moved])
+    found = jvp(call, *own)
     exact, plain = (
-        jvp(by_definition, *(tuple(x.to(dtype) for x in own) for own in (given, dots)))
+        jvp(by_definition, *(tuple(x.to(dtype) for x in some) for some in own))
         for dtype in (torch.float64, torch.float32)
     )
     for name, x, right, other in zip(("out", "out_dot"), found, exact, plain, strict=True):
@@ -178,5 +225,9 @@ def needed_kernels(params: dict[str, Any], target: str) -> Iterator[tuple[Traits
         return
     launches = -(-of.traits("sm80", "jvp").head_dim_v // MAX_DUAL_COLUMNS)
     columns = -(-of.size_v // (8 * launches)) * 8
-    kernels = (replace(of.traits(arch, "jvp"), head_dim_v=columns) for arch in registry.generations(target))
+    names = [params["name"]] if "name" in params else ["bias", "sinks"]
+    moves = {f"{name}_tangent": bool(getattr(of, name)) for name in names if name not in NAMES}
+    kernels = (
+        replace(of.traits(arch, "jvp"), head_dim_v=columns, **moves) for arch in registry.generations(target)
+    )
     yield next(x for x in kernels if registry.known_class(x).supports(x) is None), None, target

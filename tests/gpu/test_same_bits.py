@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from cute_attn import attention, attention_varlen, attention_with_kvcache
+from cute_attn import attention, attention_varlen, attention_with_kvcache, block_mask
 from tests.gpu.archs import runnable_archs
 from tests.gpu.compare import int32, with_gradients
 
@@ -158,3 +158,19 @@ def test_decoding_gives_what_training_saw():
         new = {"k": k[:, step], "v": v[:, step], "cache_seqlens": int32(i)}
         out = attention_with_kvcache(q.detach()[:, step], *caches, **new, causal=True, same_bits=True)
         assert out.equal(trained[:, step])
+
+
+def test_splits_of_listed_blocks_and_folded_ones():
+    """A CTA that folds all splits of a row visits hidden blocks; CTAs with a split each do not."""
+    q, k, v = (
+        torch.randn(1, n, heads, 128, device="cuda").bfloat16() for n, heads in ((3, 8), (4096, 2), (4096, 2))
+    )
+    mask = block_mask(
+        lambda b, h, i, j: (j // 128 % 3 == i) | ((j // 128 % 5 == 2) & (j % 3 == 0)), None, None, 3, 4096
+    )
+    options = {"block_mask": mask, "same_bits": True, "return_lse": True}
+    alone = attention_with_kvcache(q, k, v, cache_seqlens=3001, **options)
+    many = {"cache_batch_idx": int32(*[0] * 600), "cache_seqlens": int32(*[3001] * 600)}
+    found = attention_with_kvcache(q.repeat(600, 1, 1, 1), k, v, **many, **options)
+    for i in (0, 299, 599):
+        check([x[i] for x in found], [x[0] for x in alone])

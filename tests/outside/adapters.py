@@ -63,6 +63,50 @@ def flash_attn_4(folder: Path) -> None:
     flash_attn_kvcache.fa4(folder)
 
 
+def flash_attn_4_functions(folder: Path) -> None:
+    """As flash_attn_4; tests skip on Hopper what FlashAttention-4 has on Blackwell only, so they read 10.0 or 11.0."""
+    import torch
+
+    real, compiled = torch.cuda.get_device_capability, torch.compile
+
+    def capability(device: Any = None) -> tuple[int, int]:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if not asks.startswith("test_"):
+            return real(device)
+        return (11, 0) if asks == "test_mask_mod" else (10, 0)  # has tiles other than 128 x 128
+
+    torch.cuda.get_device_capability = capability
+    # Of what tests compare with; FlexAttention passes options, and is compiled as they say.
+    torch.compile = lambda function, **options: compiled(function, **options) if options else function
+    flash_attn_4(folder)
+
+
+def flash_mla(folder: Path) -> None:
+    """FlashMLA's ``flash_mla``."""
+    from . import flash_mla_dense
+
+    sys.modules["flash_mla"] = flash_mla_dense.module()
+    sys.path.insert(0, str(folder / "tests"))
+
+
+def jvp(folder: Path) -> None:
+    """jvp-flash-attention's ``JVPAttn``."""
+    from . import jvp_flash
+
+    sys.modules["jvp_flash_attention.jvp_attention"] = jvp_flash.module()
+    sys.path.insert(0, str(folder / "tests"))
+
+
+def flex(folder: Path) -> None:
+    """PyTorch's FlexAttention on the kernels, eager and compiled; ``attn_gym`` without its own kernels."""
+    import cute_attn.flex
+
+    from . import flash_attn_kvcache
+
+    cute_attn.flex.activate()
+    flash_attn_kvcache._module("attn_gym", folder / "attn_gym")
+
+
 def stock(folder: Path) -> None:
     """The library that the tests were written for, or that they choose themselves."""
 
@@ -85,7 +129,11 @@ ADAPTERS = {
     "flash_attn": flash_attn,
     "flash_attn_3": flash_attn_3,
     "flash_attn_4": flash_attn_4,
+    "flash_attn_4_functions": flash_attn_4_functions,
+    "flash_mla": flash_mla,
+    "flex": flex,
     "hub": hub,
     "installed": installed,
+    "jvp": jvp,
     "stock": stock,
 }

@@ -1,16 +1,16 @@
 """FlashAttention's functions, by the names that its tests import, on the functions of this package.
 
-For tests of attention with a cache, of merging and of sinks. :func:`fa3` and :func:`fa4` put modules into
-``sys.modules`` before such tests are imported, and the tests run unmodified:
+For tests of attention with a cache, of merging, of sinks and of functions of scores. :func:`fa3` and :func:`fa4` put
+modules into ``sys.modules`` before such tests are imported, and the tests run unmodified:
 
     fa3   hopper/test_flash_attn.py of FlashAttention-3: test_flash_attn_kvcache, test_flash_attn_combine
     fa4   tests/cute/test_flash_attn.py and test_flash_attn_combine.py of FlashAttention-4: test_flash_attn_kvcache,
           _combine, _paged, _output and _varlen_output with and without sinks, _learnable_sink, _lse_grad,
-          _seqlen_k_zero
+          _seqlen_k_zero; its tests of functions and of lists of blocks, by :mod:`outside.cute_functions`
 
 Helpers that the tests compare with, such as the rotary embedding and the reference of attention, come from the suite's
 folder: a copy of the repository's ``flash_attn``, ``hopper`` and ``tests`` that is never part of this package. What no
-kernel here computes (fp8, qv, chunks, block sparsity, negative windows) skips the test that asks for it.
+kernel here computes (fp8, qv, chunks, negative windows) skips the test that asks for it.
 """
 
 import functools
@@ -25,10 +25,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_attn.api.attention import attention, attention_varlen
+from cute_attn.api.attention import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+)
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.api.merge import merge_attention
 from cute_attn.flash_attn import flash_attn_3
+
+from . import cute_functions
+from .cute_functions import Lengths
 
 _MAX_MERGED_DIM = 256
 
@@ -59,12 +67,15 @@ def fa4(folder: Path) -> None:
         flash_attn_combine=_fa4_combine,
         get_scheduler_metadata=_no_metadata,
         _flash_attn_fwd=_fa4_forward,
-        _flash_attn_bwd=_absent("_flash_attn_bwd"),
+        _flash_attn_bwd=_fa4_backward,
+        _tile_size_bwd_sm90=_absent("_tile_size_bwd_sm90"),
         _flash_attn_bwd_sparse_mla=_absent("_flash_attn_bwd_sparse_mla"),
         _flash_attn_fwd_combine=_fa4_forward_combine,
         _get_device_arch=lambda: 90,
     )
-    vars(cache).update(JITCache=dict)
+    vars(cache).update(JITCache=dict, get_jit_cache=lambda name: {})
+    sparsity = _module("flash_attn.cute.compute_block_sparsity")
+    vars(sparsity).update(compute_block_sparsity=_skipping(cute_functions.compute_block_sparsity, ValueError))
     vars(cute).update(flash_attn_func=_fa4_func, flash_attn_varlen_func=_fa4_varlen, interface=interface)
     vars(cute).update(cache_utils=cache)
     vars(package).update(cute=cute)
@@ -171,15 +182,17 @@ def _packed(
 # ---- FlashAttention-3 ----
 
 
-def _skipping(function: Callable[..., Any]) -> Callable[..., Any]:
+def _skipping(
+    function: Callable[..., Any], error: type[Exception] = NotImplementedError
+) -> Callable[..., Any]:
     """``function``, which skips the test if it raises that no kernel here computes the call."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except NotImplementedError as error:
-            pytest.skip(str(error))
+        except error as why:
+            pytest.skip(str(why))
 
     return call
 
@@ -224,11 +237,11 @@ def _fa4_varlen(
     mask_mod: Any = None,
     block_sparse_tensors: Any = None,
     aux_tensors: Any = None,
+    aux_scalars: Any = None,
     **hints: Any,
 ) -> tuple[Tensor, Tensor]:
-    """hints: arguments that change no result, such as pack_gqa, scheduler_metadata and return_lse."""
-    _refuse(qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, mask_mod=mask_mod)
-    _refuse(block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors)
+    """hints: arguments that change no result, such as pack_gqa, scheduler_metadata, return_lse and score_mod_bwd."""
+    _refuse(qv=qv, gather_kv_indices=gather_kv_indices)
     _refuse_dtype(q)
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale,
@@ -237,15 +250,23 @@ def _fa4_varlen(
         "softcap": softcap or 0.0,
         "sinks": learnable_sink,
     }
+    if block_sparse_tensors is not None:  # needs the longest sequences
+        max_seqlen_q = max_seqlen_q or _rows(q, cu_seqlens_q)
+        max_seqlen_k = max_seqlen_k or _rows(k, cu_seqlens_k)
+    rows = max_seqlen_q or _rows(q), max_seqlen_k or _rows(k)
+    if page_table is not None:
+        rows = rows[0], page_table.shape[1] * k.shape[1]
+    lengths = Lengths((cu_seqlens_q, cu_seqlens_k), (seqused_q, seqused_k), rows)
+    options |= _fa4_functions(score_mod, mask_mod, block_sparse_tensors, lengths, aux_tensors, aux_scalars)
     differentiates = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, learnable_sink)
     )
     is_cache = k.dim() == 4 and cu_seqlens_k is None and seqused_q is None and not differentiates
     if page_table is not None or (is_cache and (seqused_k is not None or num_splits != 1)):
         options |= {"num_splits": num_splits} if seqlen_k_per_split is None else {"same_bits": True}
-        lengths = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
         out, lse = attention_with_kvcache(
-            q, k, v, cache_seqlens=seqused_k, page_table=page_table, return_lse=True, **lengths, **options
+            q, k, v, cache_seqlens=seqused_k, page_table=page_table, return_lse=True, **options
         )
         return out, lse
     options["deterministic"] = deterministic
@@ -253,19 +274,62 @@ def _fa4_varlen(
     return _packed((q, k, v), starts, longest, (seqused_q, seqused_k), options)
 
 
+def _rows(x: Tensor, cu_seqlens: Tensor | None = None) -> int:
+    """The length of a batch's sequences, of the longest packed one, or without cu_seqlens of all."""
+    return x.shape[x.dim() - 3] if cu_seqlens is None else int(cu_seqlens.diff().max())
+
+
+def _fa4_functions(
+    score_mod: Any, mask_mod: Any, sparse: Any, lengths: Lengths, *aux: Any, by_keys: bool = False
+) -> dict[str, Any]:
+    """score_mod, mask_mod and block_mask."""
+    score, mask = (f and cute_functions.translated(f, lengths, *aux) for f in (score_mod, mask_mod))
+    if sparse is None:
+        return {"score_mod": score, "mask_mod": mask}
+    return {"score_mod": score, "block_mask": cute_functions.block_mask(sparse, mask, lengths.whole, by_keys)}
+
+
+def _fa4_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
+    softmax_scale: float | None = None, causal: bool = False, softcap: float = 0.0,
+    window_size_left: int | None = None, window_size_right: int | None = None, *,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, deterministic: bool = False,
+    score_mod: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None,
+    aux_tensors: Any = None, aux_scalars: Any = None, **hints: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """``_flash_attn_bwd``. hints: tiles and score_mod_bwd, which is derived here."""
+    lengths = Lengths((cu_seqlens_q, cu_seqlens_k), (None, None), (_rows(q), _rows(k)))
+    aux = (aux_tensors, aux_scalars)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "softcap": softcap,
+        "window": _fa4_window((window_size_left, window_size_right), causal),
+        "deterministic": deterministic,
+        **_fa4_functions(score_mod, mask_mod, block_sparse_tensors, lengths, *aux, by_keys=True),
+    }
+    if cu_seqlens_q is None:
+        return attention_backward(dout, q, k, v, out, lse, **options)
+    packed = (cu_seqlens_q, cu_seqlens_k, *lengths.whole)
+    return attention_varlen_backward(dout, q, k, v, out, lse, *packed, **options)
+
+
 def _fa4_forward(
-    q: Tensor, k: Tensor, v: Tensor, *args: Any, return_lse: bool = False, **options: Any
-) -> tuple[Any, ...]:
+    q: Tensor, k: Tensor, v: Tensor, *args: Any,
+    out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False, **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
     """``_flash_attn_fwd``: out, lse and two results that only other functions of FlashAttention-4 read."""
     if args:
         pytest.skip("positional arguments of an internal function")
     window = (options.pop("window_size_left", None), options.pop("window_size_right", None))
     for name in ("tile_mn", "_arch"):
         options.pop(name, None)
-    _refuse(out=options.pop("out", None), lse=options.pop("lse", None))
     with torch.no_grad():
-        out, lse = _fa4_varlen(q, k, v, window_size=window, **options)
-    return out, lse, None, None
+        found = _fa4_varlen(q, k, v, window_size=window, **options)
+    for given, x in zip((out, lse), found, strict=True):
+        if given is not None:
+            given.copy_(x)
+    return *found, None, None
 
 
 def _fa4_combine(
@@ -305,5 +369,5 @@ def _fa4_forward_combine(
         lse.copy_(found)
 
 
-for _function in (_fa4_forward, _fa4_forward_combine):  # their tests replace it
+for _function in (_fa4_forward, _fa4_backward, _fa4_forward_combine):  # their tests replace it
     _function.compile_cache = {}  # type: ignore[attr-defined]

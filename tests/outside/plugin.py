@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from . import adapters
 from .suites import Suite
@@ -127,8 +129,8 @@ def _combination(lists: list[list[tuple[Any, ...]]], index: int) -> tuple[Any, .
 
 
 def _id(values: Iterable[Any]) -> str:
-    """How a test's parameters are named, where the plugin chose them."""
-    return "-".join(map(str, values))
+    """How a test's parameters are named, where the plugin chose them; functions without addresses."""
+    return re.sub(r"<function (\S+) at 0x\w+>", r"\1", "-".join(map(str, values)))
 
 
 def _parts(test: str) -> tuple[str, str]:
@@ -190,15 +192,16 @@ def _sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], Counter[str]]:
 
 
 def _served() -> Counter:
-    sdpa = sys.modules.get("cute_attn.sdpa")
-    return Counter() if sdpa is None else Counter(sdpa.served)
+    doors = sys.modules.get("cute_attn.host.doors")
+    return Counter() if doors is None else Counter(doors.served)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Any:
-    """State which operators were served since the start of the test."""
+    """State which operators were served since the start of the test; leave the GPU's memory to other processes."""
     before = item.stash[_BEFORE]
     outcome = yield
+    torch.cuda.empty_cache()
     calls = _served() - before
     fell = {reason: n for (_, reason), n in calls.items() if reason}
     served = sum(n for (_, reason), n in calls.items() if not reason)

@@ -40,6 +40,8 @@ _BOUNDS = (
     "expects a RuntimeError for lengths beyond the table's pages, which FlashAttention-2 reads on the host, and so "
     "waits for the device; here kernels take such lengths as the capacity, see tests/gpu/test_arguments.py"
 )
+_PACKED = "masks as packed bits, of 32 keys at a time"
+_HELPER = "tests how FlashAttention prepares its kernels' arguments"
 _EXTENSION = "calls FlashAttention's extension itself"
 
 
@@ -72,6 +74,30 @@ def _diffusers(adapter: str, which: str, *libraries: str) -> Suite:
         needs=("diffusers", "transformers", "accelerate", *libraries),
         arguments=("-k", f"Attention and not Parallel and {which}"),
         environment={"HF_HUB_OFFLINE": "1"} if libraries else {},
+    )
+
+
+def _flash_4_functions(files: tuple[str, ...], tests: dict[str, int]) -> Suite:
+    """FlashAttention-4's tests of functions of scores."""
+    return Suite(
+        source="Dao-AILab/flash-attention, 2026-08: flash_attn/cute/{block_sparsity,cute_dsl_utils,utils}.py and "
+        "tests/cute/, of which conftest.py, {score,mask}_mod_definitions.py, test_{score,mask}_mod*.py and "
+        "test_block_sparsity.py are read",
+        folder="flash-attention",
+        paths=tuple(f"tests/cute/test_{name}.py" for name in files),
+        adapter="flash_attn_4_functions",
+        tests=tests,
+        deselected={
+            "test_cute_mask_mod_vectorized": _PACKED,
+            "test_varlen_mask_mod_vectorized": _PACKED,
+            "test_dq_write_order": _HELPER,
+            "test_block_sparse_bwd_normalize": _HELPER,
+            "test_block_sparse_bwd_deterministic_missing": _HELPER,
+            "test_sm100_block_sparse_bwd": _HELPER,
+            "test_sm100_block_sparse_q_stage1": _HELPER,
+            "test_varlen_block_sparse_coarse_kv_requires_offsets": _HELPER,
+        },
+        needs=("einops",),
     )
 
 
@@ -216,6 +242,78 @@ SUITES = {
         },
         deselected={"test_flash_attn_combine_dynamic": _EXTENSION},
         needs=("einops",),
+    ),
+    "flash-attention-4-scores": _flash_4_functions(
+        ("score_mod", "score_mod_varlen"),
+        {
+            "test_cute_vs_flex_attention": 40,
+            "test_cute_vs_flex_attention_with_aux_tensors": 12,
+            "test_cute_vs_flex_attention_backward": 24,
+            "test_cute_vs_flex_attention_backward_with_aux": 8,
+            "test_cute_vs_flex_attention_backward_pack_gqa": 8,
+            "test_cute_score_mod": 24,
+            "test_score_mod_with_paged_kvcache": 24,
+            "test_varlen_with_score_mod": 30,
+            "test_varlen_with_score_mod_vectorized": 12,
+            "test_varlen_with_global_idx_score_mod": 40,
+            "test_varlen_score_mod_kvcache": 20,
+            "test_varlen_score_mod_with_paged_kvcache_global": 30,
+            "test_varlen_score_mod_backward": 40,
+        },
+    ),
+    "flash-attention-4-masks": _flash_4_functions(
+        ("mask_mod", "mask_mod_varlen"),
+        {
+            "test_static_masks": 40,
+            "test_parameterized_masks": 60,
+            "test_q_boundary": 14,
+            "test_block_sparse": 30,
+            "test_varlen_static_masks": 20,
+            "test_varlen_parameterized_masks": 20,
+            "test_varlen_global_masks": 30,
+            "test_varlen_block_sparse": 60,
+            "": 30,
+        },
+    ),
+    "flash-attention-4-blocks": _flash_4_functions(
+        ("block_sparsity",), {"test_fixed_length_masks": 80, "test_fast_sampling": 40, "": 120}
+    ),
+    "attention-gym": Suite(
+        source="meta-pytorch/attention-gym, 2026-08: attn_gym/{masks,mods}/, attn_gym/utils.py and those "
+        "test/test_*.py that call flex_attention",
+        folder="attention-gym",
+        paths=("test",),
+        adapter="flex",
+        tests={
+            "test_block_diffusion_flex": 1,
+            "test_causal_block_mask_with_flex_attention": 2,
+            "test_flex_attention_aux_lse": 1,
+            "test_global_sliding_window_flex": 1,
+            "test_graphormer_": 5,
+            "test_jetspec_tree_causal_mask_flex": 1,
+            "test_natten_masks": 1,
+            "test_sandwich_flex_matches": 1,
+            "test_split_prefix": 1,
+            "test_tanh_approx": 1,
+            "test_vsa_flex_attention_backward_cuda": 1,
+        },
+    ),
+    "jvp-flash-attention": Suite(
+        source="amorehead/jvp_flash_attention, 2026-02: tests/test_jvp_attention.py, of which outside/jvp_flash.py "
+        "calls functions",
+        folder="jvp_flash_attention",
+        paths=(str(Path(__file__).parent / "jvp_flash.py"),),
+        adapter="jvp",
+        tests={"": 120},
+    ),
+    "flash-mla": Suite(
+        source="deepseek-ai/FlashMLA, 2026-04: tests/test_flash_mla_dense_decoding.py and tests/kernelkit/, of which "
+        "outside/flash_mla_dense.py calls the former",
+        folder="FlashMLA",
+        paths=(str(Path(__file__).parent / "flash_mla_dense.py"),),
+        adapter="flash_mla",
+        tests={"": 150},
+        needs=("triton",),
     ),
     "transformers": Suite(
         source="huggingface/transformers, as installed: tests/test_modeling_common.py, which its source "

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, cute
 from torch import Tensor
 
 from cute_attn.device.lanes import add_to
+from cute_attn.device.math import fma
 from cute_attn.device.score_tile import ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.chain import run_if
@@ -46,11 +47,11 @@ from cute_attn.epilogues.functions.graph import (
     with_heads_of_rows,
 )
 from cute_attn.epilogues.functions.lowering import Lowered, Term, lower, varies
-from cute_attn.epilogues.functions.operations import bounds
+from cute_attn.epilogues.functions.operations import bounds, derivative
 from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import TRACED, register_traced
-from cute_attn.traits import Traits
+from cute_attn.traits import LISTED_ROWS, Traits
 from cute_attn.work.block_lists import BlockLists
 from cute_attn.work.block_range import BlockRange
 
@@ -83,7 +84,8 @@ class FunctionState:
     head, last_head: the work tile's first head and the call's last head, if its rows have different heads.
     first_key: the key that counts as key 0, if it is not the first row of K.
     lists: block lists of a mask, if any; at: the (batch, head) to read them for.
-    targets: for each term, the slice of its gradient that the work tile adds to; scale: the gradients' factor.
+    targets: for each term, the slice of its gradient that the work tile adds to.
+    scale: the factor of gradients, or that of scores' tangents before captured tensors' are added.
     bins: for each term, the bins of its gradient, or None.
     """
 
@@ -119,7 +121,8 @@ class FunctionEpilogue(Epilogue):
         heads_of_rows: True for kernels whose work tiles have several heads.
         wanted: numbers of the captured tensors whose gradients the epilogue adds to.
         exact: those of them whose gradients have bins, so that the order of additions does not matter.
-        with_terms: wanted and exact tensors -> the epilogue that also computes their gradients.
+        with_terms: wanted and exact tensors -> the epilogue that also computes their gradients; tensors that have a
+            tangent -> the epilogue that takes it.
     """
 
     name: str = field()  # type: ignore[misc]
@@ -131,7 +134,7 @@ class FunctionEpilogue(Epilogue):
     heads_of_rows: bool = False
     wanted: tuple[int, ...] = ()
     exact: tuple[int, ...] = ()
-    with_terms: dict[tuple[tuple[int, ...], ...], Any] = field(default_factory=dict)
+    with_terms: dict[tuple, Any] = field(default_factory=dict)
 
     def of(self, traits: Traits) -> "FunctionEpilogue":  # type: ignore[override]
         if traits.op == "kvcache":
@@ -147,6 +150,13 @@ class FunctionEpilogue(Epilogue):
             self.with_terms[key] = _with_gradients(self, *key)
         found = self.with_terms[key]
         return (found.name, found.wanted) if found is not None else (self.name, ())
+
+    def with_tangents(self, moved: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:  # type: ignore[override]
+        """See :class:`Epilogue`. Scores do not depend on tensors of a mask, nor on those that only compute indices."""
+        if moved not in self.with_terms:
+            self.with_terms[moved] = _with_tangents(self, moved)
+        found, taken = self.with_terms[moved]
+        return self.name if found is None else found.name, taken
 
     def readers(  # type: ignore[override]
         self, number: int, shape: Sequence[int], sizes: Mapping[str, int], rows: int
@@ -229,15 +239,19 @@ class FunctionEpilogue(Epilogue):
         slope = self.lowered.slope
         return slope.node if slope is not None and self.differentiates else None
 
+    @property
+    def _tangent(self) -> Node | None:
+        return self.lowered.tangent.node if self.lowered.tangent is not None else None
+
     def _all(self) -> tuple[Node, ...]:
-        slope = () if self._slope is None else (self._slope,)
+        slopes = (x for x in (self._slope, self._tangent) if x is not None)
         terms = [x for term in self.lowered.terms for x in (*term.indices, term.slope.node)]
-        return (self.lowered.forward, *slope, *terms)
+        return (self.lowered.forward, *slopes, *terms)
 
     @property
     def _kept(self) -> list[Node]:
         """Slopes that vary with the score, which the forward keeps for the backward; the score's own slope is first."""
-        slopes = [self._slope, *(term.slope.node for term in self.lowered.terms)]
+        slopes = [self._slope, self._tangent, *(term.slope.node for term in self.lowered.terms)]
         return list(dict.fromkeys(x for x in slopes if x is not None and x.depends_on & SCORE))
 
     def begin(self, args: tuple, context: ScoreContext) -> FunctionState:
@@ -257,6 +271,8 @@ class FunctionEpilogue(Epilogue):
             state = replace(state, head=context.head, last_head=context.nheads - 1)
         if context.first_key is not None:
             state = replace(state, first_key=context.first_key)
+        if self.adds_tangents:
+            state = replace(state, scale=context.tangent_scale)
         if not self.wanted:
             return state
         copies = {number: of_this_cta(x) for number, x in zip(self.wanted, gradients, strict=True)}
@@ -326,6 +342,27 @@ class FunctionEpilogue(Epilogue):
             self._over(state, tile, (slope.node,), write)
 
     @property
+    def adds_tangents(self) -> bool:
+        return self._tangent is not None
+
+    @property
+    def tangents_may_be_nan(self) -> bool:
+        return any(x is not None and x.unbounded for x in (self.lowered.slope, self.lowered.tangent))
+
+    def tangents(self, state: FunctionState, tile: ScoreTile, saved: tuple) -> None:
+        self.backward(state, tile, saved)
+        tangent = self._tangent
+        if tangent is None:
+            return
+        kept = dict(zip(self._kept, saved, strict=True))
+
+        def add(r: int, c: int, *computed: Float32) -> None:
+            own = computed[0] if computed else kept[tangent][r, c]
+            tile.acc[r, c] = fma(tile.acc[r, c], state.scale, own)
+
+        self._over(state, tile, () if tangent in kept else (tangent,), add)
+
+    @property
     def has_gradients(self) -> bool:
         return bool(self.wanted)
 
@@ -383,13 +420,13 @@ class BlockMaskEpilogue(FunctionEpilogue):
 
     partial: the mask in listed blocks that need one, a function of all captured tensors except the first; None: the
     whole mask. The whole mask is also right for a kernel that visits all blocks.
-    unites: True if the query blocks of a key block are the union over the query heads of its kv head. A backward then
-    visits blocks that a head does not list, and there ``partial`` may be true.
+    unites: True if lists are unions over the query heads of a kv head: those of key blocks, and all lists of a cache.
+    Kernels then visit blocks that a head does not list, and there ``partial`` may be true.
     first: number of the first captured tensor that is read.
     """
 
     lists_blocks = True
-    partial: Lowered | None
+    partial: tuple[Graph, Node] | None
     unites: bool
     first: int = 0
 
@@ -398,9 +435,11 @@ class BlockMaskEpilogue(FunctionEpilogue):
         return super().held(backward) + 2 * (self.partial is None or (backward and self.unites))
 
     def visiting(self) -> "BlockMaskEpilogue":
-        if self.partial is None or (self.differentiates and self.unites):
+        if self.partial is None or (self.unites and (self.differentiates or self.heads_of_rows)):
             return self
-        return replace(self, lowered=self.partial, first=1)
+        graph, output = self.partial
+        own = with_heads_of_rows(output) if self.heads_of_rows else (graph, output)
+        return replace(self, lowered=lower(*own), first=1)
 
     @property
     def _slope(self) -> None:
@@ -416,7 +455,10 @@ class BlockMaskEpilogue(FunctionEpilogue):
 
     def key_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
         batch, head = state.at
-        return BlockLists(*state.lists[:2]).of(batch, head, row0, rows)
+        lists = BlockLists(*state.lists[:2])
+        if self.heads_of_rows:  # of a cache, whose empty work tiles begin beyond the queries
+            row0 = cutlass.min(row0, lists.counts.shape[2] * LISTED_ROWS - 1)
+        return lists.of(batch, head, row0, rows)
 
     def query_blocks(self, state: FunctionState, row0: Int32, rows: int) -> BlockRange:
         batch, head = state.at
@@ -457,6 +499,26 @@ def _with_gradients(
     return register_traced(made)
 
 
+def _with_tangents(
+    epilogue: FunctionEpilogue, moved: tuple[int, ...]
+) -> tuple[FunctionEpilogue | None, tuple[int, ...]]:
+    graph, output = epilogue.graph, epilogue.output
+    loads = [x for x in ordered(output) if x.op == "load"]
+    moved = tuple(i for i in moved if derivative(graph, output, {x: x for x in loads if x.value == i}))
+    if not moved:
+        return None, ()
+    tangents = {number: len(epilogue.captured) + i for i, number in enumerate(moved)}
+    dots = tuple(epilogue.captured[number]._replace(unit_stride=True) for number in moved)
+    made = FunctionEpilogue(
+        name=f"{TRACED}tangent_{'_'.join(map(str, moved))}_{epilogue.name}{epilogue.code_digest}",
+        graph=graph,
+        output=output,
+        captured=(*epilogue.captured, *dots),
+        lowered=lower(graph, output, (), tangents),
+    )
+    return register_traced(made), moved
+
+
 def register_trace(traced: Trace) -> FunctionEpilogue:
     """Register a trace and return its epilogue. Traces with equal graphs have the same epilogue and kernels."""
     captured = tuple(Captured.of(x) for x in traced.tensors)
@@ -472,8 +534,8 @@ def register_trace(traced: Trace) -> FunctionEpilogue:
     partial = traced.partial
     fields["name"] += "_united" if traced.unites else "_listed"
     fields["name"] += "" if partial is None else "_" + digest(partial.output, [])
-    lowered = None if partial is None else lower(partial.graph, partial.output)
-    return register_traced(BlockMaskEpilogue(**fields, partial=lowered, unites=traced.unites))
+    own = None if partial is None else (partial.graph, partial.output)
+    return register_traced(BlockMaskEpilogue(**fields, partial=own, unites=traced.unites))
 
 
 def digest_of(output: Node, captured: Sequence[Captured]) -> str:

@@ -8,7 +8,7 @@ multiply-add per element, as in an epilogue written by hand.
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ _QUOTIENTS = {"div": "quotient", "floordiv": "floor_quotient", "mod": "remainder
 """Operations of floats -> the device's operations, on the operands and the divisor's reciprocal."""
 _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
 """The comparison of b and a that is equal to a comparison of a and b."""
+NO_TANGENTS: Mapping[int, int] = {}
 _EXACT = 1 << 24
 """Integers up to this magnitude are exact in fp32; positions in sequences are assumed not to exceed it."""
 
@@ -75,6 +76,7 @@ class Lowered:
         terms: terms of the gradients of captured tensors.
         forward: the new value of an element of the accumulator, "acc".
         slope: the derivative with respect to the score; None if it is 0.
+        tangent: what tangents of captured tensors add to the new score's tangent; None if it is 0.
         unbounded: ``forward`` may be NaN or infinite beyond the sequences. Keys there are masked. Queries
             there have P = 0, unless their score is NaN.
     """
@@ -83,6 +85,7 @@ class Lowered:
     slope: Slope | None
     unbounded: bool
     terms: tuple[Term, ...] = ()
+    tangent: Slope | None = None
 
 
 def varies(node: Node) -> bool:
@@ -90,21 +93,35 @@ def varies(node: Node) -> bool:
     return bool(node.depends_on & SCORE) or node.depends_on & (QUERY | KEY) == QUERY | KEY
 
 
-def lower(graph: Graph, output: Node, wanted: Collection[int] = ()) -> Lowered:
-    """Lower a traced graph for the device. wanted: numbers of the tensors that need a gradient."""
-    lowering = _Lowering(graph, output)
+def lower(
+    graph: Graph, output: Node, wanted: Collection[int] = (), tangents: Mapping[int, int] = NO_TANGENTS
+) -> Lowered:
+    """Lower a traced graph for the device.
 
-    def slope(by: Node | None = None) -> Slope | None:
-        found = derivative(graph, output, by)
+    Args:
+        wanted: numbers of the tensors that need a gradient.
+        tangents: numbers of the tensors that have a tangent, and of the tensors that are their tangents.
+    """
+    lowering, one = _Lowering(graph, output), graph.const(1.0)
+
+    def slope(of: Mapping[Node, Node]) -> Slope | None:
+        found = derivative(graph, output, of)
         if found is None:
             return None
         node = lowering.of(found)
         return Slope(node, _may_be_nan(node))
 
     forward = lowering.scaled(lowering.of(output))
-    loads = [(x, slope(x)) for x in ordered(output) if x.op == "load" and x.value in wanted]
-    terms = [Term(x.value, tuple(map(lowering.of, x.args)), own) for x, own in loads if own is not None]
-    return Lowered(forward, slope(), _may_be_nan(forward, True), tuple(terms))
+    loads = [x for x in ordered(output) if x.op == "load"]
+    slopes = [(x, slope({x: one})) for x in loads if x.value in wanted]
+    terms = [Term(x.value, tuple(map(lowering.of, x.args)), own) for x, own in slopes if own is not None]
+    dots = {
+        x: graph.make("load", x.kind, x.args, tangents[x.value], x.depends_on, x.dtype)
+        for x in loads
+        if x.value in tangents
+    }
+    of_score, added = slope({graph.input("score"): one}), slope(dots) if dots else None
+    return Lowered(forward, of_score, _may_be_nan(forward, True), tuple(terms), added)
 
 
 def lower_predicate(graph: Graph, predicate: Node) -> Node:

@@ -5,7 +5,7 @@ A new operation is a row here and a row there. Imports no compiler.
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cute_attn.epilogues.functions.graph import BOOL, FLOAT, INT, WIDTHS, Graph, Node, ordered
@@ -49,30 +49,30 @@ class Operation(NamedTuple):
 # ---- derivatives ----
 
 
-def derivative(graph: Graph, output: Node, by: Node | None = None) -> Node | None:
-    """d(output) / d(by) as a graph, None for 0. by: a load, or None for the score.
+def derivative(graph: Graph, output: Node, tangents: Mapping[Node, Node]) -> Node | None:
+    """The output's tangent as a graph, None for 0. tangents: the nodes that have one, the score or loads, and theirs.
 
-    Where the output is -inf the derivative is any finite number: the gradient that it multiplies is 0 there.
+    With one node, whose tangent is 1, this is d(output) / d(node). Where the output is -inf the result is any finite
+    number: the gradient that it multiplies, or P, is 0 there.
     """
-    by = graph.input("score") if by is None else by
-    depending = {by}
+    depending = set(tangents)
     for node in ordered(output):
         if not depending.isdisjoint(node.args):
             depending.add(node)
-    return _Derivative(graph, by, depending).of(output, True)
+    return _Derivative(graph, tangents, depending).of(output, True)
 
 
 class _Derivative:
-    """Forward mode: with only one variable, dual numbers need one more node per node."""
+    """Forward mode: dual numbers need one more node per node."""
 
-    def __init__(self, graph: Graph, by: Node, depending: set[Node]) -> None:
-        self.graph, self.by, self.depending = graph, by, depending
+    def __init__(self, graph: Graph, tangents: Mapping[Node, Node], depending: set[Node]) -> None:
+        self.graph, self.tangents, self.depending = graph, tangents, depending
         self._known: dict[tuple[Node, bool], Node | None] = {}
 
     def of(self, x: Node, outermost: bool = False) -> Node | None:
         """The derivative of x, or None for 0. outermost: True if the output is -inf wherever x is."""
-        if x is self.by:
-            return self.graph.const(1.0)
+        if x in self.tangents:
+            return self.tangents[x]
         row = OPERATIONS.get(x.op)
         if x not in self.depending or x.kind != FLOAT or row is None or row.slope is None:
             return None

@@ -278,6 +278,8 @@ class Head:
         elif cutlass.const_expr(tile.dq_direct):
             self.store_dq(acc_dq, block)
         elif cutlass.const_expr(tile.dq_bulk):
+            if cutlass.const_expr(tile.p_in_smem):  # DqLate has waited with dS
+                self.shared.dq_staging.producer_wait(self.use_of(block))
             self.stage_dq(acc_dq, block)
             cute.arch.fence_proxy("async.shared", space="cta")
             self.shared.dq_staging.producer_commit(self.use_of(block))

@@ -40,15 +40,17 @@ def keys(traits: Traits, target: str, dtype: str = "") -> tuple[Key, ...]:
 
 
 def register_pressure(traits: Traits) -> int:
-    """Register pressure of the epilogues, from 0 to 7, ranked by ptxas's spills.
+    """Register pressure of the epilogues, from 0 to 8, ranked by ptxas's spills.
 
     1: softcap or ALiBi; 2: dropout; 3: a bias, or dropout with softcap or ALiBi;
     4: users' functions; 5: slow ones, ones that hold numbers and list blocks, or 1 with the greatest scores in 16 bits;
     6: an fp32 bias, or functions that hold four numbers per query and key; 7: functions that hold more numbers, many
-    Philox words, or a bias and dropout.
+    Philox words, or a bias and dropout; 8: a bias with its tangent and flash dropout, which needs 32 keys.
     """
     modified = traits.softcap or traits.alibi
     numbers = held(traits.epilogues, traits.op)
+    if traits.bias_tangent and traits.dropout == "flash":
+        return 8
     if traits.dropout == "mem_efficient" or (traits.bias and traits.dropout) or numbers > 4:
         return 7
     if traits.bias == "fp32" or numbers == 4:

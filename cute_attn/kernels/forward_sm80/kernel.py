@@ -114,9 +114,13 @@ class ForwardSm80:
 
     @property
     def can_visit_lists(self) -> bool:
-        """True if the kernel can skip blocks that a block list omits; packed heads, key groups or fp32 prevent it."""
-        plain = (self.tile.pack_heads, self.tile.key_groups, self.tile.warps_n) == (1, 1, 1)
-        return self.traits.op in ("forward", "jvp") and plain and not self.single
+        """True if the kernel can skip blocks that a list omits; large head dims and fp32 prevent it.
+
+        Without a cache, so do packed heads and key groups.
+        """
+        op, tile = self.traits.op, self.tile
+        plain = op == "kvcache" or (op in ("forward", "jvp") and tile.pack_heads == tile.key_groups == 1)
+        return plain and tile.warps_n == 1 and not self.single
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments for one launch."""

@@ -88,6 +88,7 @@ class MainLoop:
     def find_pages(self, block: Int32) -> None:
         """In a paged cache, read the page numbers of ``block``, which is loaded next."""
         if self.kernel.traits.paged:
+            block = self.blocks.ahead(block)
             self.load_k.find(block)
             if self.load_v.pages is not self.load_k.pages:
                 self.load_v.find(block)

@@ -18,8 +18,8 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
     """Keys of a row of ``tiles.csv``.
 
     Args:
-        lengths: ``long``, ``short``, ``two_warpgroups``, or ``one_warpgroup`` for tiles of 64 rows, which are bound by
-            memory, so that many loads are kept in flight.
+        lengths: ``long``, ``short``, ``four_warpgroups``, ``two_warpgroups``, or ``one_warpgroup`` for tiles of 64
+            rows, which are bound by memory, so that many loads are kept in flight.
         tma: True if TMA may load a 16-bit bias.
     """
     d, dv = traits.head_dim, traits.head_dim_v

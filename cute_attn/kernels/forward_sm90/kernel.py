@@ -6,7 +6,7 @@
 
 The kernel is persistent: each CTA claims work tiles (a query block of a head) until none is left. The producer warp
 claims and broadcasts work tiles. For each it loads Q once, then K and V block by block, last block first, into
-pipelines of ``num_stages`` stages. One to three consumer warpgroups compute 64 rows of the tile each:
+pipelines of ``num_stages`` stages. One to four consumer warpgroups compute 64 rows of the tile each:
 
     S[0] = Q K[0]; softmax                              the first key block
     for j = 1, 2, ...
@@ -131,8 +131,9 @@ class ForwardSm90:
 
     @property
     def can_visit_lists(self) -> bool:
-        """True if the kernel can skip blocks that a block list omits: a forward or jvp without packed heads."""
-        return self.traits.op in ("forward", "jvp") and self.tile.pack_heads == 1
+        """True if the kernel can skip blocks that a block list omits; without a cache, packed heads prevent it."""
+        op = self.traits.op
+        return op == "kvcache" or (op in ("forward", "jvp") and self.tile.pack_heads == 1)
 
     def score_args(self, inputs: ScoreInputs) -> tuple:
         """The epilogues' arguments for one launch."""

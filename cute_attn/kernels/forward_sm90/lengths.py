@@ -46,6 +46,10 @@ to the default tile: 257 keys are faster in 3 steps of 96 than in 3 of 128."""
 LEAST_GAIN = 1.1
 """Minimum estimated speedup for choosing a tile with another number of rows."""
 
+FOUR_WARPGROUPS, FOUR_OVER_ONE, LITTLE = 0.985, 0.95, 0.99
+"""A row's time in a tile of 256 rows relative to 192 rows and to the short tile of 64, since K and V are loaded less
+often, and the maximum ratio of estimated times for choosing it in place of 192."""
+
 MANY_ROWS = {72: 1.25, 88: 1.2, 104: 1.08}
 """Head dims with tiles of 192 rows -> a row's time in a tile of 128 rows relative to this tile.
 
@@ -228,15 +232,20 @@ def _of_warpgroups(traits: Traits, number: str) -> ForwardSm90Tile:
 def _tile_for_work(
     plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, pairs: int
 ) -> ForwardSm90Tile | None:
-    """A tile with fewer rows if ``plain`` leaves multiprocessors idle or computes empty rows, else None.
+    """A tile with fewer rows if ``plain`` leaves multiprocessors idle or computes empty rows, or 256, or None.
 
-    If ``plain`` has 64 rows: the one-warpgroup tile if there are one, two or four CTAs per multiprocessor, else None.
+    If ``plain`` has 64 rows: the one-warpgroup tile if there are one, two or four CTAs per multiprocessor.
     """
+    triangular = _is_triangular(traits, seqlen_q, seqlen_k)
+    four = () if traits.windowed else TABLE.tiles(*keys(traits, "sm90", "four_warpgroups"))
     if plain.tile_m == 64:
-        each = -(-_count(plain, seqlen_q, pairs) // MULTIPROCESSORS)
-        return (
-            _of_warpgroups(traits, "one_warpgroup") if plain.blocks_per_sm > 2 and each in (1, 2, 4) else None
+        if plain.blocks_per_sm > 2 and -(-_count(plain, seqlen_q, pairs) // MULTIPROCESSORS) in (1, 2, 4):
+            return _of_warpgroups(traits, "one_warpgroup")
+        rows = plain.tile_m * _count(plain, seqlen_q, pairs) / MULTIPROCESSORS
+        more = (
+            bool(four) and not triangular and FOUR_OVER_ONE * _rows_in_turn(four[0], seqlen_q, pairs) < rows
         )
+        return four[0] if more else None
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     # A row's time in another tile over its time in the default: for CTAs that fill a multiprocessor, and for one CTA.
     # Ratios of large calls and of single tiles: bench/notes.md.
@@ -247,9 +256,8 @@ def _tile_for_work(
     if d <= 64 or _count(plain, seqlen_q, pairs) <= MULTIPROCESSORS:  # others would load K and V too often
         slower = 1.16 if d <= 64 else 1.08 if d <= 128 else 1.45
         others.append((_of_warpgroups(traits, "one_warpgroup"), slower, 1.45))
-    if not others:
+    if not (others or four):
         return None
-    triangular = _is_triangular(traits, seqlen_q, seqlen_k)
 
     def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
         """Time of a multiprocessor, in rows of the default tile computed one after the other."""
@@ -259,8 +267,11 @@ def _tile_for_work(
         rounds, rest = divmod(-(-blocks // MULTIPROCESSORS), tile.blocks_per_sm)
         return tile.tile_m * (rounds * tile.blocks_per_sm * shared + rest * alone)
 
-    best = min(others, key=lambda other: estimate(*other))
-    return best[0] if LEAST_GAIN * estimate(*best) < estimate(plain, 1.0, 1.0) else None
+    most, least = plain, estimate(plain, 1.0, 1.0)
+    if four and estimate(four[0], FOUR_WARPGROUPS, FOUR_WARPGROUPS) < LITTLE * least:
+        most, least = four[0], estimate(four[0], FOUR_WARPGROUPS, FOUR_WARPGROUPS)
+    best = min(others, key=lambda other: estimate(*other), default=None)
+    return best[0] if best is not None and LEAST_GAIN * estimate(*best) < least else most
 
 
 def _biased_tile_for_work(
@@ -270,6 +281,11 @@ def _biased_tile_for_work(
     few = _of_warpgroups(traits, "one_warpgroup")
     pays = seqlen_q <= few.tile_m or _count(few, seqlen_q, pairs) <= MULTIPROCESSORS
     return few if pays and bool(few.bias_stages) == bool(default.bias_stages) else None
+
+
+def _rows_in_turn(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
+    """Rows that a multiprocessor computes one after the other, with one CTA at a time."""
+    return tile.tile_m * -(-_count(tile, seqlen_q, pairs) // MULTIPROCESSORS)
 
 
 def _count(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:

@@ -109,7 +109,7 @@ class DualLoop(MainLoop):
         stored.store_stats(softmax)
         dots = scores.of(self.by_rows(acc[1]))
         chain.tangents(self.state, dots, saved)
-        self.rows.advance(scores.acc, dots.acc, factors, unseen, False)
+        self.rows.advance(scores.acc, dots.acc, factors, unseen, chain.tangents_may_be_nan(masked))
         for x in (self.acc_o_rows, self.acc_dot_rows):
             multiply_rows(x, factors)
         dropped = chain.dropout_mask(self.state, scores)
@@ -187,7 +187,9 @@ class JvpSm80(DualLaunch, ForwardSm80):
             tangents=self.products.operands(self.tiled_mma(), forward.shared, forward.thread, None),
             acc_dot=acc_dot,
             acc_dot_rows=rows,
-            rows=RowTangents.make(cute.size(rows, mode=[0]), params.softmax_scale),
+            rows=RowTangents.make(
+                cute.size(rows, mode=[0]), self.epilogues.tangent_scale(params.softmax_scale)
+            ),
         )
 
     def queries(self, params: JvpParams, tile: QueryTile) -> None:
@@ -211,11 +213,11 @@ class JvpSm80(DualLaunch, ForwardSm80):
         thread, rows = loop.thread, cute.size(loop.acc_o_rows, mode=[0])
         lse, lse_dot = (cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(2))
         softmax, rescale = loop.stored_softmax(thread).load_stats(), self.output_scale(loop)
-        sinks = self.epilogues.sinks_of_rows(
-            params.score_args, tile.head, tile.heads_left, loop.score_map(thread)
-        )
+        chain, args, score_map = self.epilogues, params.score_args, loop.score_map(thread)
+        sinks = chain.sinks_of_rows(args, tile.head, tile.heads_left, score_map)
+        sink_tangents = chain.sink_tangents_of_rows(args, tile.head, score_map)
         out = (loop.acc_o_rows, loop.acc_dot_rows)
-        loop.rows.normalize(softmax, out, (lse, lse_dot), rescale, sinks)
+        loop.rows.normalize(softmax, out, (lse, lse_dot), rescale, sinks, sink_tangents)
         thread = optimization_barrier(thread)
         for m, found in ((params.mLSE, lse), (params.mLSEdot, lse_dot)):
             store_lse(m, found, loop.score_map(thread), tile, self.traits.varlen)

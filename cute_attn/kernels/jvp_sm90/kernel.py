@@ -161,9 +161,11 @@ class DualLoop(MainLoop):
         factors, row_max = self.thread.fragments.factors, self.softmax.row_max
         unseen = tuple(row_max[r] == -Float32.inf for r in range(0 if frozen else cute.size(row_max)))
         super().advance(scores, saved, masked, frozen)
-        self.kernel.epilogues.tangents(self.state, scores.dots, saved)
+        chain = self.kernel.epilogues
+        chain.tangents(self.state, scores.dots, saved)
         # Keys beyond the sequence may be NaN.
-        self.rows.advance(scores.acc, scores.dots.acc, None if frozen else factors, unseen, masked)
+        guarded = masked or chain.tangents_may_be_nan(masked)
+        self.rows.advance(scores.acc, scores.dots.acc, None if frozen else factors, unseen, guarded)
 
     @cute.jit
     def convert(self, scores: DualScores, acc_s: tuple) -> None:
@@ -193,7 +195,7 @@ class DualConsumer(Consumer):
         forward = super().main_loop(tile, uses)
         self.tangents.acc_o.fill(0.0)
         count = cute.size(self.tangents.acc_o_rows, mode=[0])
-        rows = RowTangents.make(count, self.params.softmax_scale)
+        rows = RowTangents.make(count, self.kernel.epilogues.tangent_scale(self.params.softmax_scale))
         return DualLoop(**vars(forward), tangents=self.tangents, s_vdot=self.s_vdot, rows=rows)
 
 
@@ -212,8 +214,10 @@ class DualResults:
         layout = cute.make_layout(len(loop.score_map.modes.rows))
         lse, lse_dot = (cute.make_rmem_tensor(layout, Float32) for _ in range(2))
         sinks, rescale = loop.sinks(self.params, thread), kernel.epilogues.rescale(loop.state)
+        score_map = kernel.score_map(thread)
+        sink_tangents = kernel.epilogues.sink_tangents_of_rows(self.params.score_args, tile.head, score_map)
         out = (value.acc_o_rows, tangent.acc_o_rows)
-        loop.rows.normalize(loop.softmax, out, (lse, lse_dot), rescale, sinks)
+        loop.rows.normalize(loop.softmax, out, (lse, lse_dot), rescale, sinks, sink_tangents)
         for m, found in ((self.outputs.value, lse), (self.outputs.tangent, lse_dot)):
             store_lse(m.mLSE, found, kernel.score_map(thread), tile, kernel.traits.varlen)
         s_o, lane = loop.storage.s_o[None, None, group], thread % WARPGROUP

@@ -35,8 +35,8 @@ class LatentLoads(CacheLoads):
         last, keys, head = blocks.end - 1, pipeline_state.keys, tile.head_kv
         pipeline, count, claimed = storage.pipeline_k, blocks.end - blocks.begin, Int32(0)
         step: Constexpr = inputs.k.blocks_found
-        found = inputs.k.find(rows, tile.batch, last, info)
-        ahead = inputs.k.find(rows, tile.batch, last - step, info)
+        found = inputs.k.find(rows, tile.batch, blocks, last, info)
+        ahead = inputs.k.find(rows, tile.batch, blocks, last - step, info)
         claim_at = cutlass.max(count - CLAIM_AHEAD, 0)
         for i in cutlass.range(count, unroll=1):
             if cutlass.const_expr(claims is not None):
@@ -44,7 +44,7 @@ class LatentLoads(CacheLoads):
                     claimed = claims.claim()
             if i > 0 and i % step == 0:
                 found = ahead
-                ahead = inputs.k.find(rows, tile.batch, last - i - step, info)
+                ahead = inputs.k.find(rows, tile.batch, blocks, last - i - step, info)
             pipeline.producer_acquire(keys + i)
             inputs.k.load(found, i % step, head, storage.s_k, pipeline, keys + i)
             if i == 0:

@@ -42,8 +42,8 @@ class CacheLoads:
         pipeline_k, pipeline_v = storage.pipeline_k, storage.pipeline_v
         count, claimed = blocks.end - blocks.begin, Int32(0)
         step: Constexpr = inputs.k.blocks_found  # V's blocks are found with K's
-        found = inputs.k.find(rows, tile.batch, last, info)
-        ahead = inputs.k.find(rows, tile.batch, last - step, info)
+        found = inputs.k.find(rows, tile.batch, blocks, last, info)
+        ahead = inputs.k.find(rows, tile.batch, blocks, last - step, info)
         pipeline_k.producer_acquire(keys)
         inputs.k.load(found, Int32(0), head, storage.s_k, pipeline_k, keys)
         storage.q.load(inputs.q, tile, pipeline_state.queries)
@@ -55,7 +55,7 @@ class CacheLoads:
             before = found
             if i % step == 0:
                 found = ahead
-                ahead = inputs.k.find(rows, tile.batch, last - i - step, info)
+                ahead = inputs.k.find(rows, tile.batch, blocks, last - i - step, info)
             pipeline_k.producer_acquire(keys + i)
             inputs.k.load(found, i % step, head, storage.s_k, pipeline_k, keys + i)
             pipeline_v.producer_acquire(keys + i - 1)
