@@ -2,9 +2,10 @@
 
 import cutlass
 import pytest
+import torch
 from cutlass import Float32, cute
 
-from cute_attn import Epilogue, check_epilogue, register_epilogue
+from cute_attn import Epilogue, attention, check_epilogue, register_epilogue
 from cute_attn.cli import main as commands
 from cute_attn.traits import Traits
 from tests import refusals
@@ -93,11 +94,13 @@ None -> TypeError: epilogue is None; accepted: a registered Epilogue or its name
 """
 
 
-def test_a_class_without_its_methods_is_refused():
+def test_a_class_without_a_reference_is_refused_on_the_cpu():
+    q = torch.randn(1, 8, 1, 8)
+    register_epilogue("bare")(type("Bare", (Epilogue,), {}))
     with pytest.raises(
-        TypeError, match="'bare' has no forward and no reference; accepted: a class with both"
+        NotImplementedError, match="an epilogue's class has no reference; accepted on the CPU"
     ):
-        register_epilogue("bare")(type("Bare", (Epilogue,), {}))
+        attention(q, q, q, epilogues={"bare": ()})
 
 
 @refusals.each(WRONG)
