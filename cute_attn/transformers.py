@@ -52,8 +52,16 @@ def register(name: str = NAME) -> None:
         raise ValueError(
             f"name is {name!r}; accepted: one without 'flash', '/' and '|', which mean something to transformers"
         )
-    from transformers.masking_utils import AttentionMaskInterface  # a library that few users have
-    from transformers.modeling_utils import AttentionInterface  # as above
+    try:
+        from transformers.masking_utils import AttentionMaskInterface  # a library that few users have
+        from transformers.modeling_utils import AttentionInterface  # as above
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("transformers"):
+            raise
+        raise ModuleNotFoundError(
+            "cute_attn.transformers.register needs transformers and its masking_utils, which are not installed",
+            name=error.name,
+        ) from None
 
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)  # without it transformers passes no mask at all

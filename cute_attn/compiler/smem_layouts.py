@@ -7,12 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cutlass
 import numpy as np
 from cutlass import cute
 
+import layouts
 from cute_attn.kernels.copies import Part, SmemLayout
 from cute_attn.traits import kind_of
 from layouts.model import read_mma, read_smem, table, trace
+
+_PACKAGES = {Path(__file__).parents[1], Path(layouts.__file__).parent, Path(cutlass.__file__).parent}
+"""Folders without a user's code."""
 
 # ---- errors ----
 
@@ -149,10 +154,13 @@ def _warps_of_a_row(mma: Any) -> int:
 
 
 def _raised(error: Exception) -> str:
-    """The first line of an error raised by a user's method, with its file and line."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """The first line of an error raised by a user's method, and where the user's own code met it."""
+    frames = [
+        x for x in traceback.extract_tb(error.__traceback__) if _PACKAGES.isdisjoint(Path(x.filename).parents)
+    ]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     message = re.sub(r"\x1b\[[\d;]*m", "", str(error)).strip().partition("\n")[0]
-    return f"raises {type(error).__name__}: {message} ({Path(frame.filename).name}, line {frame.lineno})"
+    return f"raises {type(error).__name__}: {message}{where}"
 
 
 def _text(made: Any) -> str:

@@ -177,4 +177,6 @@ class Epilogue:
 
         ``coords`` has index tensors ``batch``, ``head``, ``query`` and ``key`` that broadcast to the scores' shape.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            "an epilogue's class has no reference; accepted on the CPU, and to be checked: one that overrides it"
+        )

@@ -38,7 +38,7 @@ RUNTIME = "libcuda_dialect_runtime_static.a"
 LICENCE = {
     "kernels": "BSD-3-Clause",
     "runtime": "each library contains some of the runtime of nvidia-cutlass-dsl, under that package's NVIDIA Software "
-    "License Agreement, which has to allow it before a library is given to others",
+    "License Agreement: read it before you give a library to others",
 }
 
 _EXPORTED = "{ global: __tvm_ffi_*; local: *; };"

@@ -162,8 +162,8 @@ def _bound(one: Verdict, subject: str) -> str:
     # Numbers of all resident blocks together.
     if clocks.warp > max(one.blocks, 1) * clocks.estimate:
         return (
-            f"{subject} waits: one warp's stalls take {clocks.warp:,.0f} clocks, what the pipes need of all resident "
-            f"warps {one.blocks * clocks.estimate:,.0f}; try more blocks per multiprocessor, more warps or more stages."
+            f"{subject} waits: a warp stalls for {clocks.warp:,.0f} clocks, and the pipes are busy for "
+            f"{one.blocks * clocks.estimate:,.0f}; try more blocks per multiprocessor, more warps or more stages."
         )
     if one.uncounted:
         return (

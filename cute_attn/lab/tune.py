@@ -282,8 +282,9 @@ class _Study:
         fit = min(len(self.entries), int(min(of_builds, of_times)))
         declined = self.search.declined.total()
         return (
-            f"{counted(len(self.entries), 'candidate')}, {counted(declined, 'tile')} declined; about {fit} fit "
-            f"{max(self.end - self.start, 0):.0f} s with {counted(self.builds.workers, 'build')} at a time"
+            f"{counted(len(self.entries), 'candidate')}, {counted(declined, 'tile')} declined; "
+            f"{max(self.end - self.start, 0):.0f} s are enough for about {fit}, "
+            f"with {counted(self.builds.workers, 'build')} at a time"
             + (f", the last {self.reserve:.0f} s for the best ones' race and A/B" if self.reserve else "")
         )
 

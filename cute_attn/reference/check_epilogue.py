@@ -65,8 +65,9 @@ class EpilogueCheck:
     """The result of :func:`check_epilogue`.
 
     Attributes:
-        name: the epilogue's name.
-        comparisons: comparisons of scores and, if the epilogue is differentiable, of gradients.
+        name: the name of the epilogue, or of the function.
+        comparisons: comparisons of scores and, if the epilogue is differentiable, of gradients; () for a function that
+            returns its score.
         differentiable: True if the epilogue has a derivative.
     """
 
@@ -85,11 +86,13 @@ class EpilogueCheck:
         return html.table(f"epilogue {self.name!r} against its reference", heads, columns)
 
     def __str__(self) -> str:
-        width = max(len(one.what) for one in self.comparisons)
+        width = max((len(one.what) for one in self.comparisons), default=0)
         lines = [
             f"{one.what:{width}}  largest difference {one.error:.1e}, allowed {one.allowed:.1e}  {one.verdict}"
             for one in self.comparisons
         ]
+        if not self.comparisons:
+            lines.append("nothing to compare: it changes no score")
         if not self.differentiable:
             lines.append("no backward: forward kernels alone can use it")
         return "\n".join([f"epilogue {self.name!r} against its reference", *(f"  {line}" for line in lines)])
@@ -124,7 +127,7 @@ def check_epilogue(
         ValueError: nothing is registered under the name, or the epilogue needs arguments and has none.
         IndexError: for one of the scores, a function reads an element beyond the end of its tensor.
     """
-    sizes, found = (batch, nheads, seqlen_q, seqlen_k), []
+    sizes, found, title = (batch, nheads, seqlen_q, seqlen_k), [], ""
     if isinstance(epilogue, str):
         name = epilogue
     elif isinstance(epilogue, type) and issubclass(epilogue, Epilogue) and hasattr(epilogue, "name"):
@@ -135,11 +138,11 @@ def check_epilogue(
             "it for score_mod or mask_mod"
         )
     else:
-        kind = kind_of(epilogue)
+        kind, title = kind_of(epilogue), getattr(epilogue, "__name__", type(epilogue).__name__)
         score_mod, mask_mod = (epilogue, None) if kind == "score_mod" else (None, epilogue)
         name, args = epilogue_of(score_mod, mask_mod, dtype=torch.float64)  # the dtype of the reference below
         if not name:
-            return EpilogueCheck("", (), True)
+            return EpilogueCheck(title, (), True)
         found = _function(epilogue, kind, Scores.random(*sizes, extra={name: args}), name)
     problem = Scores.random(*sizes, extra={name: args or example_args(name, *sizes)})
     check = _Check(problem, name)
@@ -147,7 +150,7 @@ def check_epilogue(
     if check.cls.differentiable():
         for tiling in BACKWARD:
             found += check.backward(tiling)
-    return EpilogueCheck(name, tuple(found), check.cls.differentiable())
+    return EpilogueCheck(title or name, tuple(found), check.cls.differentiable())
 
 
 def for_each(function: Callable, takes_score: bool = False) -> Callable[..., Tensor]:

@@ -2,9 +2,10 @@
 
 import cutlass
 import pytest
+import torch
 from cutlass import Float32, cute
 
-from cute_attn import Epilogue, check_epilogue, register_epilogue
+from cute_attn import Epilogue, attention, check_epilogue, register_epilogue
 from cute_attn.cli import main as commands
 from cute_attn.traits import Traits
 from tests import refusals
@@ -74,6 +75,16 @@ def test_a_wrong_formula_is_found(name, wrong):
     assert str(found).count("wrong\n") + str(found).endswith("wrong") >= 2
 
 
+def test_a_function_that_changes_no_score_has_nothing_to_compare():
+    def same(score, b, h, q_idx, kv_idx):
+        return score
+
+    assert str(check_epilogue(same)).splitlines() == [
+        "epilogue 'same' against its reference",
+        "  nothing to compare: it changes no score",
+    ]
+
+
 WRONG = """
 ForwardWrong -> ValueError: epilogue 'scaled_forward_wrong' takes 1 arguments; accepted without them
 "absent" -> ValueError: no epilogue is registered as 'absent'
@@ -81,6 +92,15 @@ ForwardWrong -> ValueError: epilogue 'scaled_forward_wrong' takes 1 arguments; a
 int -> TypeError: epilogue is <class 'int'>; accepted: a registered Epilogue or its name, or
 None -> TypeError: epilogue is None; accepted: a registered Epilogue or its name, or
 """
+
+
+def test_a_class_without_a_reference_is_refused_on_the_cpu():
+    q = torch.randn(1, 8, 1, 8)
+    register_epilogue("bare")(type("Bare", (Epilogue,), {}))
+    with pytest.raises(
+        NotImplementedError, match="an epilogue's class has no reference; accepted on the CPU"
+    ):
+        attention(q, q, q, epilogues={"bare": ()})
 
 
 @refusals.each(WRONG)

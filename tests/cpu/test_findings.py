@@ -97,7 +97,7 @@ def test_the_best_of_what_cannot_be_compared_is_refused(call, sentence):
         ({}, "is bound by tensor cores, the best"),
         ({"shared": 950.0}, "is bound by tensor cores (shared memory nearly as much)"),
         ({"shared": 1500.0}, "is bound by shared memory, where operands are read more than once"),
-        ({"warp": 5000.0}, "waits: one warp's stalls take 5,000 clocks"),
+        ({"warp": 5000.0}, "waits: a warp stalls for 5,000 clocks, and the pipes"),
     ],
 )
 def test_what_bounds_a_step_and_what_to_try(changes, said):

@@ -542,9 +542,11 @@ score_mod=lambda s, *_: torch.lgamma(s) -> TypeError: score_mod uses lgamma; acc
 score_mod=lambda s, *_: s.digamma() -> TypeError: score_mod uses digamma; accepted
 score_mod=lambda s, *_: s.cap() -> AttributeError: has no attribute 'cap'; accepted: those of a torch.Tensor
 score_mod=lambda s, *_: s + SLOPES.add_(s) -> TypeError: changes a value in place by add_
-score_mod=lambda s, b, h, q, k: s if q > k else 0.0 -> TypeError: asks for the number ... accepted: torch.where
-score_mod=lambda s, *_: math.exp(s) -> TypeError: asks for the number of a traced value
-score_mod=lambda s, b, *_: sum(range(b)) -> TypeError: asks for the number of a traced value
+score_mod=lambda s, b, h, q, k: s if q > k else 0.0 -> TypeError: tests a traced value, as if, and, or
+score_mod=lambda s, *_: math.exp(s) -> TypeError: makes a Python number of a traced value; accepted: torch.exp
+score_mod=lambda s, b, *_: sum(range(b)) -> TypeError: uses a traced value in range(), or as the index of a list
+score_mod=lambda s, b, h, *_: s * {0: 1.0}[h] -> TypeError: looks up a traced value in a dict; accepted: an element
+score_mod=lambda s, *_: s.numpy() -> TypeError: hands a traced value to NumPy
 score_mod=lambda s, *_: s + SLOPES -> TypeError: a tensor of shape (3,) as a whole; accepted: its
 score_mod=lambda s, b, h, q, k: s + TABLE[h] -> TypeError: a tensor of shape (32,) as a whole
 score_mod=lambda s, b, h, q, k: s + TABLE[..., h, ...] -> TypeError: indexes a tensor by Ellipsis
@@ -565,6 +567,7 @@ score_mod=lambda s, *_: s.expand(3) -> TypeError: makes a tensor of shape (3,) o
 score_mod=lambda s, b, h, *_: s + F.embedding(h, TABLE, padding_idx=0)[0] -> TypeError: uses embedding with arguments
 score_mod=lambda s, b, h, *_: s + (TABLE[h] + SLOPES)[0] -> TypeError: uses add of a row of a tensor (
 score_mod=lambda s, *_: None -> TypeError: score_mod returned None; accepted: traced values
+score_mod=lambda s, b, h, q, k: q >= k -> TypeError: score_mod returned a bool; accepted: a score, such as torch.where
 score_mod=1.0 -> TypeError: score_mod is a float; accepted: a function of (score, batch
 mask_mod=lambda b, h, q, k: q - k -> TypeError: mask_mod returned an integer; accepted: a bool
 score_mod=lambda s, *_: s * 2, epilogues="name" -> TypeError: epilogues is 'name'; accepted
@@ -579,6 +582,12 @@ def test_refused_in_one_sentence(call, sentence):
 def test_a_function_of_other_arguments_is_not_checked():
     with pytest.raises(TypeError, match="a function takes 3 arguments; accepted: score_mod"):
         check_epilogue(lambda a, b, c: a)
+
+
+def test_a_kept_value_can_be_printed():
+    kept = []
+    attention(*inputs(), score_mod=lambda s, *_: kept.append(s) or s)
+    assert f"{kept[0]} {kept}" == "<traced float> [<traced float>]"
 
 
 def test_an_error_in_a_function_is_its_own():

@@ -182,7 +182,7 @@ wrong(lambda s, b, h, q, k, x: s, 2**31) -> returns 2147483648 for x; accepted
 wrong(lambda s, b, h, q, k, x: s, LOOSE.cfloat()) -> a tensor of torch.complex64, ... for x; accepted
 wrong(lambda s, b, h, q, k, x: s + (2 * x)[h], LOOSE) -> a tensor of shape (4,) as a whole
 wrong(lambda s, b, h, q, k, x: s + x.sum(), LOOSE) -> uses sum of a whole tensor; accepted: its elem
-wrong(lambda s, b, h, q, k, x: s if x.shape[0] else -s, LOOSE) -> asks for the number of a traced value
+wrong(lambda s, b, h, q, k, x: s if x.shape[0] else -s, LOOSE) -> tests a traced value, as if
 wrong(lambda s, b, h: s) -> takes (s, b, h); accepted: (score, batch, head, query, key) and then
 wrong(lambda *all: all[0]) -> takes (*all); accepted
 wrong("f") -> score_mod is a str

@@ -90,6 +90,10 @@ WRONG = {
     ),
     "a number": (forward(lambda *shape: 3), rf"q returns an int; {SHAPE}, or a swizzle over one"),
     "raises": (forward(missing), rf"q raises KeyError: 'missing' \(test_smem_layouts.py, line \d+\); {SHAPE}"),
+    "raises in the package": (
+        forward(lambda r, c, s: layouts.smem_layout(r, c, BFloat16, stages=s, swizzle_bits=9)),
+        rf"q raises ValueError: swizzle_bits=9: .* \(test_smem_layouts.py, line \d+\); {SHAPE}",
+    ),
     "column-major": (
         forward(strided(*ONE, lambda r, c, s: r, lambda r, c, s: r * c)),
         r"q returns \(128,64,1\):\S+, in which the 16 bytes at element \(0, 0, 0\) are not contiguous and aligned; "

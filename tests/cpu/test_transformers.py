@@ -211,8 +211,10 @@ def test_register_adds_both_functions(sdpa_mask, monkeypatch):
 
 def test_register_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
-    with pytest.raises(ModuleNotFoundError):
+    monkeypatch.delitem(sys.modules, "transformers.masking_utils", raising=False)
+    with pytest.raises(
+        ModuleNotFoundError, match="register needs transformers and its masking_utils, which are"
+    ):
         hf.register()
 
 

@@ -64,7 +64,8 @@ class RegisteredFunction(FunctionEpilogue):
         given = inputs.extra.get(self.name, ())
         if len(given) != len(self.parameters):
             wanted = ", ".join(self.parameters) or "none"
-            raise TypeError(f"epilogue {self.name!r} is given {len(given)} arguments; accepted: {wanted}")
+            count = f"{len(given)} argument{'s' * (len(given) != 1)}"
+            raise TypeError(f"epilogue {self.name!r} is given {count}; accepted: {wanted}")
         return tuple(map(self._checked, given, self.parameters, self.captured, self.dimensions))
 
     def _checked(self, x: Any, parameter: str, wanted: Captured, dimensions: int) -> Any:

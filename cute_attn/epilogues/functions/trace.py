@@ -8,6 +8,7 @@ import operator
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -137,6 +138,10 @@ def _output(recorder: "Recorder", score_mod: Callable | None, mask_mod: Callable
     output = graph.input("score")
     if score_mod is not None:
         output = recorder.call("score_mod", score_mod)
+        if output.kind == BOOL:
+            raise TypeError(
+                "score_mod returned a bool; accepted: a score, such as torch.where(seen, score, -math.inf)"
+            )
         if output.kind != FLOAT:
             output = graph.cast(output, FLOAT)
     if mask_mod is not None:
@@ -169,6 +174,20 @@ def _renumbered(recorder: "Recorder", output: Node) -> Trace:
     tensors = tuple(recorder.tensors[i] for i in used)
     sources = tuple(recorder.views.get(id(x), (x, None))[1] for x in tensors)
     return Trace(graph, changed[output], tensors, recorder.reads, sources)
+
+
+_VALUES_ASKED = {
+    "__bool__": ("tests a traced value, as if, and, or and not do", "torch.where, &, |, ~"),
+    "__index__": (
+        "uses a traced value in range(), or as the index of a list or an array",
+        "an element of a tensor, such as table[h]",
+    ),
+    **dict.fromkeys(
+        ("__int__", "__float__"), ("makes a Python number of a traced value", "torch.exp(x), x.to(dtype)")
+    ),
+    **dict.fromkeys(("__array__", "numpy"), ("hands a traced value to NumPy", "torch's functions")),
+}
+"""Operation that asks for a traced value's number -> what the function does, and what it may do."""
 
 
 Applied = Callable[..., Tensor]
@@ -218,7 +237,15 @@ class Recorder(TorchFunctionMode):
                 output = self.node(found, "returned")
         except Exception as error:
             # Python's operators replace a TypeError by another one.
-            raise error if self._refusal is None else self._refusal from None
+            if self._refusal is not None:
+                raise self._refusal from None
+            if isinstance(error, KeyError) and first_traced(error.args) is not None:
+                line = traceback.extract_tb(error.__traceback__)[-1]
+                raise TypeError(
+                    f"{what} looks up a traced value in a dict; accepted: an element of a tensor, such as table[h] "
+                    f"(line {line.lineno} of {os.path.basename(line.filename)})"
+                ) from None
+            raise
         finally:
             self._is_open, self.graph.place = False, None
         if self._refusal is not None and self._is_refused:  # the function caught it, and did something else
@@ -338,6 +365,8 @@ class Recorder(TorchFunctionMode):
 
     def operation(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record an operation on traced values. Identity, not the name, selects it: users may choose torch's names."""
+        if func is Tensor.__repr__ or func is Tensor.__format__:
+            return f"<traced {args[0].node.kind}>" if isinstance(args[0], Symbol) else "<traced tensor>"
         if not self._is_open:
             # Python's operators would replace a TypeError by another one.
             raise RuntimeError(
@@ -359,12 +388,9 @@ class Recorder(TorchFunctionMode):
                 return first.extent(name, *args[1:], **kwargs)
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
-        if name in ("__repr__", "__format__"):
-            return f"<traced {self.node(args[0]).kind}>"
         if name in of_torch.VALUES:
             self.refuse(
-                f"asks for the number of a traced value by {name} (if, and, or, not, int(), float(), range())",
-                "torch.where, &, |, ~, .to(dtype)",
+                *_VALUES_ASKED.get(name, (f"asks for the number of a traced value by {name}", ACCEPTED))
             )
         named = of_torch.is_in_place(name)
         made = of_torch.MAKES.get(name[:-1]) if named else of_torch.made_by(func)
