@@ -2,7 +2,7 @@
 
     StoredTerms   fp16 terms, split by another kernel or by the store of P; ldmatrix reads each term
     SplitOnLoad   fp32, loaded by ldmatrix and split into tf32 terms in registers
-    Fp32Words     the same, loaded word by word: rows (M or N) are contiguous, not k
+    Fp32Operand   the same, or loaded word by word if rows (M or N) are contiguous, not k
     Fp32Values    V of the forward: fp32, loaded by vectors of four columns and split in the same way
 
 m16n8k8 of tf32 reads fp32 registers. ldmatrix moves 8 x 4 fp32 as it moves 8 x 8 16-bit elements, but cannot transpose
@@ -13,7 +13,8 @@ lane t of a quad holds columns 2 t and 2 t + 1, which become places t and t + 4 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cutlass import Constexpr, Float32, Int32, TFloat32, cute
+from cutlass import Constexpr, Float16, Float32, Int32, TFloat32, cute
+from cutlass.cute.nvgpu import warp
 
 from cute_attn.device.gemm import (
     SmemOperand,
@@ -136,8 +137,8 @@ class SplitOnLoad(SmemOperand):
 
 
 @dataclass(frozen=True)
-class Fp32Words:
-    """A thread's slice of an fp32 operand whose rows are contiguous, not k; split into tf32 terms as it is loaded.
+class Fp32Operand:
+    """A thread's slice of an fp32 operand, split into tf32 terms as it is loaded.
 
     Attributes:
         tile: (rows, k, stage); rows are M or N.
@@ -145,7 +146,9 @@ class Fp32Words:
         warps_m: warps along M.
         warps: warps along M or N, a power of 2.
         is_a: True for the A operand, False for B.
-        paired: lane (g, t) holds k = 2 t and 2 t + 1, not t and t + 4; a swizzled tile then has no bank conflicts.
+        by_words: rows are contiguous, not k.
+        paired: lane (g, t) holds k = 2 t and 2 t + 1, not t and t + 4. Requires ``by_words``; a swizzled tile then has
+            no bank conflicts.
     """
 
     tile: cute.Tensor
@@ -154,6 +157,7 @@ class Fp32Words:
     warps_m: Constexpr
     warps: Constexpr
     is_a: Constexpr
+    by_words: Constexpr
     paired: Constexpr
 
     loads_ahead = False
@@ -170,13 +174,23 @@ class Fp32Words:
         return cute.size(self.tile, mode=[1]) // K
 
     def start(self, stage: Int32) -> Int32:
-        """The address of the thread's first word in ``stage``, rematerialized like ``SmemOperand.start``."""
+        """The address of the thread's first word or vector in ``stage``, rematerialized like ``SmemOperand.start``."""
         thread = below_1024(rematerialize(self.thread))
         lane, index = thread % 32, thread // 32
         index = index % self.warps_m if self.is_a else index // self.warps_m
-        row = index * (16 if self.is_a else 8) + lane // 4
-        k = lane % 4 * (2 if self.paired else 1)
+        row = index * (16 if self.is_a else 8)
+        if self.by_words:
+            row, k = row + lane // 4, lane % 4 * (2 if self.paired else 1)
+        else:  # lane i has the address of row i % 8 of matrix i // 8
+            matrix = lane // 8
+            half_row, half_k = (matrix % 2, matrix // 2) if self.is_a else (matrix // 2, matrix % 2)
+            row, k = row + lane % 8 + half_row * self._half_row, half_k * 4
         return (self.tile.iterator + cute.crd2idx((row, k, stage), self.tile.layout)).toint()
+
+    @property
+    def _half_row(self) -> int:
+        """Distance from a row of a sub-tile to its counterpart in the other half."""
+        return 8 if self.is_a else 8 * self.warps
 
     def at_step(self, start: Int32, k: Int32) -> Int32:
         """``start`` moved to step k, which may be dynamic."""
@@ -192,8 +206,17 @@ class Fp32Words:
         A: rows g and g + 8 of the first k, then of the second k. B: both k of the first n8, then of the second n8.
         """
         words = cute.make_rmem_tensor(4, Float32)
-        for i, pointer in enumerate(self.pointers(start, subtile, step)):
-            words[i] = cute.make_tensor(pointer, cute.make_layout(1))[0]
+        pointers = self.pointers(start, subtile, step)
+        if self.by_words:
+            for i in range(4):
+                words[i] = cute.make_tensor(pointers[i], cute.make_layout(1))[0]
+        else:
+            vector = cute.make_layout((8, 1))
+            cute.copy(
+                cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), Float16),
+                cute.make_tensor(cute.recast_ptr(pointers[0], dtype=Float16), vector),
+                cute.make_tensor(cute.recast_tensor(words, Float16).iterator, vector),
+            )
         return words
 
     def load_a(self, start: Int32, step: int) -> Terms:
@@ -211,9 +234,11 @@ class Fp32Words:
         return split(words, TFloat32, self.count)
 
     def pointers(self, start: Int32, subtile: int, step: int) -> list[cute.Pointer]:
-        """The addresses of the thread's 4 words in a sub-tile; rows are in its two halves."""
+        """The thread's addresses in a sub-tile: of one matrix row for ldmatrix, or of each of its 4 words."""
         row = 16 * self.warps * subtile
-        starts, rows = (start, self._second_k(start)), (row, row + (8 if self.is_a else 8 * self.warps))
+        if not self.by_words:
+            return [moved_by(self.tile, start, self._distance(row, step), 16)]
+        starts, rows = (start, self._second_k(start)), (row, row + self._half_row)
         halves = (
             [(k, r) for k in range(2) for r in range(2)]
             if self.is_a

@@ -12,11 +12,10 @@ import layouts
 from cute_attn.compiler import compile
 from cute_attn.device.gemm import SmemOperand
 from cute_attn.device.gemm_terms import (
+    Fp32Operand,
     Fp32Result,
     Fp32Values,
-    Fp32Words,
     PairedResult,
-    SplitOnLoad,
     StoredTerms,
     paired_operand_a,
 )
@@ -82,17 +81,8 @@ def make_operand(is_a, by_words, paired, rows, k, warps_m, thread):
     """An operand of (rows, k) with 2 stages at address 0."""
     tile = tile_at_zero(*((k, rows) if by_words else (rows, k)), stages=2)
     warps = warps_m if is_a else WARPS // warps_m
-    if by_words:
-        return Fp32Words(layouts.transposed(tile), thread, 1, warps_m, warps, is_a, paired)
-    mma = layouts.tiled_mma_sm80(Float32, WARPS, warps_n=WARPS // warps_m)
-    make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
-    make = SmemOperand.a if is_a else SmemOperand.b
-    return SplitOnLoad(**vars(make(mma, make_copy(mma, Float32), tile, thread)), count=1)
-
-
-def pointers_of(operand, *place):
-    """The addresses of a sub-tile: of each word, or of a row for ldmatrix."""
-    return operand.pointers(*place) if isinstance(operand, Fp32Words) else [operand.address(*place)]
+    view = layouts.transposed(tile) if by_words else tile
+    return Fp32Operand(view, thread, 1, warps_m, warps, is_a, by_words, paired)
 
 
 @cute.jit
@@ -104,8 +94,8 @@ def write_addresses(case: Constexpr, out: cute.Tensor):
         for step in cutlass.range_constexpr(operand.steps):
             here = operand.at_step(start, Int32(step))
             for subtile in cutlass.range_constexpr(operand.subtiles):
-                unrolled = pointers_of(operand, start, subtile, step)
-                looped = pointers_of(operand, here, subtile, 0)
+                unrolled = operand.pointers(start, subtile, step)
+                looped = operand.pointers(here, subtile, 0)
                 for i in cutlass.range_constexpr(len(unrolled)):
                     out[thread, step, subtile, i, 0] = unrolled[i].toint()
                     out[thread, step, subtile, i, 1] = looped[i].toint()

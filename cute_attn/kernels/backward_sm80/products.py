@@ -13,13 +13,13 @@ from cutlass import Float16, Float32, Int32, TFloat32, cute
 
 import layouts
 from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_sr
-from cute_attn.device.gemm_terms import Fp32Result, Fp32Words, SplitOnLoad, StoredTerms, paired_operand_a
+from cute_attn.device.gemm_terms import Fp32Operand, Fp32Result, StoredTerms, paired_operand_a
 from cute_attn.device.terms import P_EXPONENT, PRODUCTS, Terms, split
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 
-Operand = SmemOperand | Fp32Words | StoredTerms
+Operand = SmemOperand | Fp32Operand | StoredTerms
 
 
 @dataclass(frozen=True)
@@ -173,19 +173,17 @@ class Products:
         thread: Int32,
         whole: cute.Tensor | None = None,
     ) -> Any:
-        """An operand in ``s``, (rows, cols, stage); ``transpose``: K is along the rows. paired: see ``Fp32Words``.
+        """An operand in ``s``, (rows, cols, stage); ``transpose``: K is along the rows. paired: see ``Fp32Operand``.
 
         whole: the tile that contains ``s`` as a range of columns, or None for ``s``.
         """
         view = layouts.transposed(s) if transpose else s
-        if self.of_fp32 and transpose:
+        if self.of_fp32:
             along = warps_m if is_a else self.tile.num_warps // warps_m
-            return Fp32Words(view, thread, self.count, warps_m, along, is_a, paired)
+            return Fp32Operand(view, thread, self.count, warps_m, along, is_a, transpose, paired)
         make_copy = layouts.ldmatrix_copy_a if is_a else layouts.ldmatrix_copy_b
         make = SmemOperand.a if is_a else SmemOperand.b
         given = (mma, make_copy(mma, self.operand_dtype, transpose), view, thread)
-        if self.of_fp32:
-            return SplitOnLoad(**vars(make(*given)), count=self.count)
         if self.count == 1:
             return make(*given)
         shape = (s if whole is None else whole).shape
