@@ -157,5 +157,5 @@ def user_epilogue(name: str) -> Any:
                 f"epilogues has {name!r}, a feature that has an argument of its own; accepted: {known}"
             )
         meant = did_you_mean(name, (*FEATURES, *names))
-        raise ValueError(f"no epilogue is registered as {name!r}{meant}; accepted: {known}")
+        raise ValueError(f"no feature or epilogue is named {name!r}{meant}; accepted: {known}")
     return found

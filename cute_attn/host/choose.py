@@ -104,7 +104,8 @@ def check_words(kernel: str, **tiles: str) -> None:
             except ValueError as reason:
                 reasons.append(reason)
         else:
-            raise reasons[-1]
+            argument = "backward_" if op == "backward" else ""  # then "tile has ..."
+            raise type(reasons[-1])(f"{argument}{reasons[-1]}")
 
 
 def _check_variant(kernel: str, ops: Iterable[str]) -> None:

@@ -77,7 +77,7 @@ dense(q=Q.to("meta"), k=K.to("meta"), v=V.to("meta")) -> ValueError: q is on met
 dense(causal=torch.tensor(True)) -> ValueError: causal is tensor(True); accepted: False, True, 'bot
 dense(return_lse=torch.tensor(True)) -> TypeError: return_lse is tensor(True); accepted: False or
 dense(kernel=3) -> TypeError: kernel is 3; accepted: 'ARCH', 'ARCH:VARIANT', or None
-dense(epilogues=("nope",)) -> ValueError: no epilogue is registered as 'nope'; accepted:
+dense(epilogues=("nope",)) -> ValueError: no feature or epilogue is named 'nope'; accepted:
 dense(epilogues=("alibi",)) -> ValueError: epilogues has 'alibi', a feature that has an argument of its own; accepted:
 dense(epilogues=("x:t",)) -> ValueError: epilogues has the name 'x:t'; accepted: names without a colon
 dense(score_mod=dict) -> TypeError: score_mod is the class dict; accepted: a function of
@@ -135,6 +135,7 @@ cached(tile="nonsense") -> ValueError: tile has 'nonsense'; accepted: FIELD=VALU
 attention(Q, K, V, tile="tile_n=33") -> Unsupported: forward-sm80 declined ... tile_n is 33; accepted:
 attention(*(x[..., :15] for x in (Q, K, V)), tile="tile_n=33") -> Unsupported: forward-sm80 declined ... tile_n is 33;
 attention(Q, K, V, backward_tile="tile_n=33") -> Unsupported: backward-sm80 declined ...; accepted:
+attention(Q, K, V, backward_tile="tile_q=3") -> ValueError: backward_tile has 'tile_q=3'
 attention(np.ones(3), K, V) -> TypeError: q is an ndarray; accepted: a torch.Tensor
 cached(max_seqlen_q="a") -> TypeError: max_seqlen_q is 'a'; accepted: a Python int
 packed_cached(int32(0, 3, 6, 9), max_seqlen_q=2 ** 70) -> ValueError: max_seqlen_q is ...; accepted: 0 to

@@ -87,7 +87,7 @@ def test_a_function_that_changes_no_score_has_nothing_to_compare():
 
 WRONG = """
 ForwardWrong -> ValueError: epilogue 'scaled_forward_wrong' takes 1 arguments; accepted without them
-"absent" -> ValueError: no epilogue is registered as 'absent'
+"absent" -> ValueError: no feature or epilogue is named 'absent'
 3 -> TypeError: epilogue is 3; accepted: a registered Epilogue or its name, or
 int -> TypeError: epilogue is <class 'int'>; accepted: a registered Epilogue or its name, or
 None -> TypeError: epilogue is None; accepted: a registered Epilogue or its name, or

@@ -183,7 +183,7 @@ compile forward-sm80:mine-bf16-d64
 compile forward-sm80-bf16-d128 --tile tile_n=2048 -> bytes of shared memory
 list --target sm75 -> target is 'sm75'; accepted: sm80
 bench combine-sm80-bf16-d64 -> is neither a forward nor a backward; accepted
-explain forward-sm80-bf16-d64-foo -> no epilogue is registered as 'foo'
+explain forward-sm80-bf16-d64-foo -> no feature or epilogue is named 'foo'
 explain qk_unrol -> (did you mean 'qk_unroll'?); accepted: a kernel's name
 explain forwrad-sm80 -> (did you mean 'forward-sm80'?); accepted: a kernel's name
 explain casual -> (did you mean 'causal'?); accepted: a kernel's name

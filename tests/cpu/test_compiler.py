@@ -573,7 +573,7 @@ lookup("FORWARD-sm80-bf16-d64") -> ValueError: op is 'FORWARD' (did you mean 'fo
 Traits.parse(5) -> TypeError: name is an int; accepted: text such as 'forward-sm80-bf16-d128-causal'
 lookup("forward-sm100-bf16-d64") -> ValueError: arch is 'sm100', a target (--target); accepted: 'sm80', 'sm90'
 lookup("forward-sm90-bfloat16-d64") -> ValueError: dtype is 'bfloat16' (did you mean 'bf16'?); accepted: 'fp16'
-lookup(f"{{NAME}}-causl") -> ValueError: no epilogue is registered as 'causl' (did you mean 'causal'?); accepted:
+lookup(f"{{NAME}}-causl") -> ValueError: no feature or epilogue is named 'causl' (did you mean 'causal'?); accepted:
 compile(NAME, 3) -> TypeError: tile is 3; {NO_TILE}
 lookup(NAME, ["tile_n=32"]) -> TypeError: tile is ['tile_n=32']; {NO_TILE}
 lookup(NAME, lookup("backward-sm80-bf16-d64").tile)
