@@ -173,11 +173,12 @@ class ListVisits(ListsOfKinds):
         row, column = (line.block, block) if of_query else (block, line.block)
         first_row, last_row = overlapped(row, sizes.block_q, sizes.seqlen_q, mKinds.shape[2])
         first_column, last_column = overlapped(column, sizes.block_k, sizes.seqlen_k, mKinds.shape[3])
+        kinds = mKinds[line.batch, None, None, None]  # fewer registers than by four indices below
         most, least = Int32(0), Int32(FULL)
         for head in cutlass.range(line.head, line.head + line.heads, unroll=1):
             for i in cutlass.range(first_row, last_row + 1, unroll=1):
                 for j in cutlass.range(first_column, last_column + 1, unroll=1):
-                    one = Int32(mKinds[line.batch, head, i, j])
+                    one = Int32(kinds[head, i, j])
                     most, least = cutlass.max(most, one), cutlass.min(least, one)
         kind = least if least == FULL else cutlass.min(most, PARTIAL)
         kind = kind if other < line.size else Int32(0)
