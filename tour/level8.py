@@ -8,7 +8,7 @@ The maximum only keeps exponentials within fp32's range, and after the first blo
 them. fp32 has room: sums up to 2^40 lose no digit. A work tile with a larger sum is computed again, exactly, at the end
 of its section of work tiles (``cute_attn.work.replay``); random inputs have none.
 
-It has more that level 7 does not have. Q stays in registers at head dim 128, and head dim 64 takes three warpgroups.
+It has more than level 7. Q stays in registers at head dim 128, and head dim 64 has three or four warpgroups.
 CTAs claim work tiles from a counter, longest first, by sections of heads whose K and V stay in L2. TMA stores O
 while the next tile is computed. If queries are few, the heads of a group are packed as rows. It also has every
 feature of the package: other dtypes and head dims, windows, biases, dropout, packed and paged sequences.
