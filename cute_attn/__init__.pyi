@@ -16,6 +16,7 @@ from cute_attn import sdpa as sdpa
 from cute_attn import transformers as transformers
 from cute_attn.api.append import append_kv
 from cute_attn.api.attention import (
+    Causal,
     MaskMod,
     ScoreMod,
     Window,
@@ -36,7 +37,7 @@ from cute_attn.traits import Traits
 
 class _AttentionOptions(TypedDict, total=False):
     softmax_scale: float | None
-    causal: bool | str
+    causal: Causal
     window: Window
     alibi_slopes: Tensor | None
     bias: Tensor | None

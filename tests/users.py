@@ -17,6 +17,7 @@ lengths = torch.tensor([0, 8], dtype=torch.int32)
 attention_varlen(q[0], q[0], q[0], lengths, lengths, 8, 8).float()
 attention(q, q, q, casual=True)  # type: ignore[call-overload]
 attention(q, q, q, causal=3.0)  # type: ignore[call-overload]
+attention(q, q, q, causal="topleft")  # type: ignore[call-overload]
 print(attention(q, q, q).lse)  # type: ignore[attr-defined]
 print(cute_attn.compile("forward-sm80-bf16-d64").resources.registers + 1)
 print(cute_attn.compile("forward-sm80-bf16-d64").resources.register)  # type: ignore[attr-defined]

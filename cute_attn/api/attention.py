@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from cute_attn.host.values import (
 
 Result = Tensor | tuple[Tensor, ...]
 Window = tuple[int | None, int | None]
+Causal = bool | Literal["bottom_right", "top_left"]
 RngState = Tensor | tuple[Tensor | int, Tensor | int]
 
 
@@ -51,7 +52,7 @@ def attention(
     v: Tensor,
     *,
     softmax_scale: float | None = None,
-    causal: bool | str = False,
+    causal: Causal = False,
     window: Window = (None, None),
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
@@ -214,7 +215,7 @@ def attention(
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int,
-    *, softmax_scale: float | None = None, causal: bool | str = False, window: Window = (None, None),
+    *, softmax_scale: float | None = None, causal: Causal = False, window: Window = (None, None),
     alibi_slopes: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
     softcap: float = 0.0, dropout_p: float = 0.0, dropout_mask: str = "flash", rng_state: Tensor | None = None,
     seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, score_mod: ScoreMod | None = None,
@@ -280,7 +281,7 @@ backward_tile, precision, out
 def attention_backward(
     grad_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, grad_lse: Tensor | None = None, wanted: Sequence[str] = ("q", "k", "v"),
-    softmax_scale: float | None = None, causal: bool | str = False, window: Window = (None, None),
+    softmax_scale: float | None = None, causal: Causal = False, window: Window = (None, None),
     alibi_slopes: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
     softcap: float = 0.0, dropout_p: float = 0.0, dropout_mask: str = "flash",
     rng_state: RngState | None = None, seqused_k: Tensor | None = None, score_mod: ScoreMod | None = None,
@@ -342,7 +343,7 @@ def attention_varlen_backward(
     grad_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, grad_lse: Tensor | None = None, wanted: Sequence[str] = ("q", "k", "v"),
-    softmax_scale: float | None = None, causal: bool | str = False, window: Window = (None, None),
+    softmax_scale: float | None = None, causal: Causal = False, window: Window = (None, None),
     alibi_slopes: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
     softcap: float = 0.0, dropout_p: float = 0.0, dropout_mask: str = "flash",
     rng_state: RngState | None = None, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
@@ -519,7 +520,7 @@ class _Options(NamedTuple):
     max_seqlen_q: int | None
     max_seqlen_k: int | None
     softmax_scale: float | None
-    causal: bool | str
+    causal: Causal
     window: Window
     softcap: float
     dropout_p: float
@@ -691,7 +692,7 @@ def resolve_precision(q: Tensor, precision: str | None = None) -> str:
     return "" if precision == "fp32" else precision
 
 
-def resolve_mask(causal: bool | str, window: Window) -> tuple[str, int, int]:
+def resolve_mask(causal: Causal, window: Window) -> tuple[str, int, int]:
     """The traits' name of the mask, and the bounds left and right."""
     check_choice("causal", causal, (False, True, "bottom_right", "top_left"))
     if not (isinstance(window, tuple | list) and len(window) == 2):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.api.attention import Window, _attend
+from cute_attn.api.attention import Causal, Window, _attend
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod
 from cute_attn.host.memory import Tensors
 from cute_attn.host.values import check_choice, check_dense
@@ -16,7 +16,7 @@ from cute_attn.host.values import check_choice, check_dense
 def attention_sums(
     q: Tensor, k: Tensor, *, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, softmax_scale: float | None = None,
-    causal: bool | str = False, window: Window = (None, None), alibi_slopes: Tensor | None = None,
+    causal: Causal = False, window: Window = (None, None), alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, softcap: float = 0.0, seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None, score_mod: ScoreMod | None = None, mask_mod: MaskMod | None = None,
 ) -> Tensor:  # fmt: skip
@@ -78,7 +78,7 @@ def attention_sums(
 
 def _lse(
     q: Tensor, k: Tensor, starts: tuple, longest: tuple, used: tuple, slopes: Tensor | None,
-    sinks: Tensor | None, options: tuple, causal: bool | str, window: Window, functions: Functions,
+    sinks: Tensor | None, options: tuple, causal: Causal, window: Window, functions: Functions,
 ) -> Tensor:  # fmt: skip
     """The LSE of an attention whose values are as few of k's columns as its kernel takes without spills."""
     softmax_scale, softcap = options

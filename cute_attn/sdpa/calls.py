@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_attn.api.attention import resolve_mask
+from cute_attn.api.attention import Causal, resolve_mask
 from cute_attn.host import plans
 from cute_attn.host.call import Call
 from cute_attn.host.checks import check, check_for_kernels
@@ -130,8 +130,8 @@ def request_of(
     """
     q, k = inputs[:2]
     left, right = (None if bound is None or bound < 0 else bound for bound in window)
-    alignment = "bottom_right" if backend == "flash" else "top_left"
-    mask, left, right = resolve_mask(alignment if causal else False, (left, 0 if causal else right))
+    aligned: Causal = False if not causal else "bottom_right" if backend == "flash" else "top_left"
+    mask, left, right = resolve_mask(aligned, (left, 0 if causal else right))
     longest_q, longest_k = longest or (x.shape[1] if x.dim() > 1 else 0 for x in (q, k))
     dropout = ("mem_efficient" if backend == "efficient" else "flash") if dropout_p else ""
     # The precision is that of fp32, whatever PyTorch's flags say: so does its memory-efficient kernel.
