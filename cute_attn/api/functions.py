@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.epilogues.functions.known import epilogue_of, hold
-from cute_attn.host.block_masks import (
-    Packed,
-    epilogue_of_block_mask,
-)
+from cute_attn.host.block_masks import Packed, epilogue_of_block_mask
 from cute_attn.host.call import Call, given_epilogues
 from cute_attn.host.checks import check_int32, check_starts
 from cute_attn.host.memory import Tensors

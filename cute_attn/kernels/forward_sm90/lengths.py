@@ -238,13 +238,20 @@ def _tile_for_work(
     """
     triangular = _is_triangular(traits, seqlen_q, seqlen_k)
     four = () if traits.windowed else TABLE.tiles(*keys(traits, "sm90", "four_warpgroups"))
+
+    def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
+        """Time of a multiprocessor, in rows of the default tile computed one after the other."""
+        blocks = _count(tile, seqlen_q, pairs)
+        if triangular:  # half of the keys on average, the longest first
+            return tile.tile_m * max(alone, blocks * shared / (2 * MULTIPROCESSORS))
+        rounds, rest = divmod(-(-blocks // MULTIPROCESSORS), tile.blocks_per_sm)
+        return tile.tile_m * (rounds * tile.blocks_per_sm * shared + rest * alone)
+
     if plain.tile_m == 64:
         if plain.blocks_per_sm > 2 and -(-_count(plain, seqlen_q, pairs) // MULTIPROCESSORS) in (1, 2, 4):
             return _of_warpgroups(traits, "one_warpgroup")
         rows = plain.tile_m * _count(plain, seqlen_q, pairs) / MULTIPROCESSORS
-        more = (
-            bool(four) and not triangular and FOUR_OVER_ONE * _rows_in_turn(four[0], seqlen_q, pairs) < rows
-        )
+        more = bool(four) and not triangular and estimate(four[0], FOUR_OVER_ONE, FOUR_OVER_ONE) < rows
         return four[0] if more else None
     d = max(padded(traits.head_dim), padded(traits.head_dim_v))
     # A row's time in another tile over its time in the default: for CTAs that fill a multiprocessor, and for one CTA.
@@ -256,20 +263,11 @@ def _tile_for_work(
     if d <= 64 or _count(plain, seqlen_q, pairs) <= MULTIPROCESSORS:  # others would load K and V too often
         slower = 1.16 if d <= 64 else 1.08 if d <= 128 else 1.45
         others.append((_of_warpgroups(traits, "one_warpgroup"), slower, 1.45))
-    if not (others or four):
-        return None
-
-    def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:
-        """Time of a multiprocessor, in rows of the default tile computed one after the other."""
-        blocks = _count(tile, seqlen_q, pairs)
-        if triangular:  # half of the keys on average, the longest first
-            return tile.tile_m * max(alone, blocks * shared / (2 * MULTIPROCESSORS))
-        rounds, rest = divmod(-(-blocks // MULTIPROCESSORS), tile.blocks_per_sm)
-        return tile.tile_m * (rounds * tile.blocks_per_sm * shared + rest * alone)
-
     most, least = plain, estimate(plain, 1.0, 1.0)
-    if four and estimate(four[0], FOUR_WARPGROUPS, FOUR_WARPGROUPS) < LITTLE * least:
-        most, least = four[0], estimate(four[0], FOUR_WARPGROUPS, FOUR_WARPGROUPS)
+    for tile in four[:1]:
+        time = estimate(tile, FOUR_WARPGROUPS, FOUR_WARPGROUPS)
+        if time < LITTLE * least:
+            most, least = tile, time
     best = min(others, key=lambda other: estimate(*other), default=None)
     return best[0] if best is not None and LEAST_GAIN * estimate(*best) < least else most
 
@@ -281,11 +279,6 @@ def _biased_tile_for_work(
     few = _of_warpgroups(traits, "one_warpgroup")
     pays = seqlen_q <= few.tile_m or _count(few, seqlen_q, pairs) <= MULTIPROCESSORS
     return few if pays and bool(few.bias_stages) == bool(default.bias_stages) else None
-
-
-def _rows_in_turn(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
-    """Rows that a multiprocessor computes one after the other, with one CTA at a time."""
-    return tile.tile_m * -(-_count(tile, seqlen_q, pairs) // MULTIPROCESSORS)
 
 
 def _count(tile: ForwardSm90Tile, seqlen_q: int, pairs: int) -> int:
