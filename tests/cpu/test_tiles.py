@@ -291,9 +291,7 @@ backward d64-window 8192 8192 window=131 -> tile_m=128,tile_n=128
 # No tile for few keys, but one for few queries.
 backward d64-causal 3 131 -> tile_m=64,tile_n=128
 # Keys of a step waste few.
-forward d192 4096 64 -> tile_n=64
-forward d192 4096 65,80 -> tile_n=80
-forward d192 4096 81 -> tile_n=96
+forward d192 4096 64,65 -> tile_n=64
 forward d80 4096 1500,384 -> tile_n=128
 forward d80-causal,d80-window 4096 257 -> tile_n=128
 forward d80 4096 257 -> tile_n=96
