@@ -576,13 +576,16 @@ def _attend(
     score_mod, mask_mod, block_mask = functions
     named = type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]
     if named or score_mod is not None or mask_mod is not None or block_mask is not None:
-        packed = None
+        k, packed = tensors[1], None
         if block_mask is not None and given[0]:
             packed = packed_sequences(tensors, given[1:3])
-        found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1], packed and packed[:2])
+        sizes: tuple = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
+        starts, sizes, _ = packed or ((), sizes, ())
+        found = plans.read_by(functions, sizes, starts, given[_EPILOGUES])
         if found is None:
             return result_of(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
-        key, own, read, tables = found
+        own_key, own, read, tables = found
+        key = ((*given[:_EPILOGUES], (), *given[_EPILOGUES + 1 :]), own_key)
         all_tensors = (*all_tensors, *own)
     known, outputs = plans.find(key, all_tensors, read, tables), None
     if known is not None:

@@ -226,18 +226,17 @@ check_lengths
     masked, tables = mask_mod is not None or block_mask is not None, None
     shapes: tuple = ()
     if (named or score_mod is not None or masked) and not users and isinstance(q, Tensor):
-        brought, packed = None, None
+        brought, sizes = None, (*q.shape[:3], *k_cache.shape[1:3]) if isinstance(k_cache, Tensor) else ()
         if block_mask is not None:
             of_tables = getattr(page_table, "shape", None), getattr(cu_seqlens_q, "shape", None)
-            shapes = q.shape, getattr(k_cache, "shape", None), *of_tables, max_seqlen_q
-            packed = (), shapes
+            sizes = shapes = q.shape, getattr(k_cache, "shape", None), *of_tables, max_seqlen_q
         if not torch.compiler.is_compiling():
-            brought = plans.read_by(options, len(options) - 1, functions, q, k_cache, packed)
+            brought = plans.read_by(functions, sizes, (), epilogues)
         if brought is None:
             users = True
         else:
-            key, own, read, tables = brought
-            given = (*given, *own)
+            own_key, own, read, tables = brought
+            key, given = (options[:-1], own_key), (*given, *own)
     arguments = (functions, tensors, out, options, shapes)
     if (
         users

@@ -72,62 +72,43 @@ class Options:
         return self is other or (isinstance(other, Options) and self.values == other.values)
 
 
-Brought = tuple[tuple, tuple, "Tables | None"]
-"""A key component, followed by the functions and tables that :func:`find` takes."""
+def read_by(
+    functions: tuple[Any, Any, Any], sizes: tuple, starts: Tensors = (), epilogues: Any = ()
+) -> "tuple[tuple, Tensors, tuple, Tables | None] | None":
+    """A key component, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
 
+    Returns None if an epilogue is a user's class, which may do anything.
 
-def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple, starts: Tensors = ()) -> Brought:
-    """A key component, the functions and the tables of a call, for :func:`find`.
-
-    sizes: batch, queries, heads, keys and kv heads. starts: cu_seqlens of packed sequences with a BlockMask.
+    Args:
+        functions: score_mod, mask_mod and block_mask.
+        sizes: batch, queries, heads, keys and kv heads; with a BlockMask those of :class:`.block_masks.Packed`.
+        starts: cu_seqlens of packed sequences with a BlockMask.
+        epilogues: the call's named epilogues.
     """
+    score_mod, mask_mod, block_mask = functions
     # A number takes torch's default dtype where it meets an integer; a captured tensor's gradient repeats in no order.
-    key = (
+    key: tuple[Any, ...] = (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         id(getattr(score_mod, "__code__", None)),
         id(getattr(mask_mod, "__code__", None)),
         *sizes,  # guards of functions take longer than others: few of each key
     )
-    if block_mask is None:
-        return key, (score_mod, mask_mod), None
-    size, lengths = getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None)
-    tables = functools.partial(block_masks.tables_of, block_mask, sizes, starts)
-    return (*key, size, lengths), (score_mod, mask_mod, getattr(block_mask, "mask_mod", None)), tables
-
-
-def read_by(
-    given: tuple,
-    at: int,
-    functions: tuple[Any, Any, Any],
-    q: Tensor,
-    k: Any,
-    packed: tuple[Tensors, tuple] | None = None,
-) -> "tuple[Hashable, tuple[Tensor, ...], tuple, Tables | None] | None":
-    """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
-
-    Returns None if an epilogue is a user's class, which may do anything.
-
-    Args:
-        functions: score_mod, mask_mod and block_mask.
-        given: the call's arguments other than tensors; ``given[at]`` is its epilogues.
-        packed: with a BlockMask, the starts and sizes for its tables, if not those of batches; for a cache its shapes.
-    """
-    sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
-    starts: Tensors = ()
-    if packed is not None:
-        starts, sizes = packed
-    key, read, tables = brought(*functions, sizes, starts)
-    own: tuple[Tensor, ...] = ()
-    if type(given[at]) is not tuple or given[at]:
-        names, own, numbers = pack_epilogues(given[at])
+    own: Tensors = ()
+    read: tuple[Any, ...] = (score_mod, mask_mod)
+    tables: Tables | None = None
+    if block_mask is not None:
+        key += (getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None))
+        read += (getattr(block_mask, "mask_mod", None),)
+        tables = functools.partial(block_masks.tables_of, block_mask, sizes, starts)
+    if type(epilogues) is not tuple or epilogues:
+        names, own, numbers = pack_epilogues(epilogues)
         registered = registered_functions([name.partition(":")[0] for name in names])
         if registered is None:
             return None
         key += (names, numbers, tuple(map(id, registered)))
         read += tuple(function for one in registered for function in one.functions)
-    plain = (*given[:at], (), *given[at + 1 :])
-    return (plain, key), own, read, tables
+    return key, own, read, tables
 
 
 STORES = ("_plans", "_records", "_guarded", "_kept")
