@@ -572,7 +572,7 @@ def _attend(
     if torch.compiler.is_compiling():
         return result_of(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
     key: Hashable = given
-    all_tensors, read, tables = tensors if out is None else (*tensors, out), (), None
+    all_tensors, read = tensors if out is None else (*tensors, out), plans.NOTHING
     score_mod, mask_mod, block_mask = functions
     named = type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]
     if named or score_mod is not None or mask_mod is not None or block_mask is not None:
@@ -584,10 +584,10 @@ def _attend(
         found = plans.read_by(functions, sizes, starts, given[_EPILOGUES])
         if found is None:
             return result_of(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
-        own_key, own, read, tables = found
+        own_key, own, read = found
         key = ((*given[:_EPILOGUES], (), *given[_EPILOGUES + 1 :]), own_key)
         all_tensors = (*all_tensors, *own)
-    known, outputs = plans.find(key, all_tensors, read, tables), None
+    known, outputs = plans.find(key, all_tensors, read), None
     if known is not None:
         record, found = known
         if record.constant or not torch.is_grad_enabled():
@@ -596,7 +596,7 @@ def _attend(
             outputs = operators.repeat(record, found)
     if outputs is None:
         call = functools.partial(as_one_node, _computed, functions, tensors, given, out)
-        outputs = plans.recorded(key, all_tensors, call, read, tables)
+        outputs = plans.recorded(key, all_tensors, call, read)
     if outputs[2] is not None:
         return result_of(outputs, given[_RETURN_LSE])
     return outputs[:2] if given[_RETURN_LSE] else outputs[0]

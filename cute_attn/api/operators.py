@@ -418,25 +418,21 @@ def _differentiate(
     if grad_out is None and grad_lse is None:
         return (None,) * len(wanted)
     *tensors, out, lse = ctx.saved_tensors
-    node, key, given = ctx.node, None, (*tensors, grad_out, out, lse)
-    if grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
-        packs = node.packed and fused_qkv.are_adjacent(tensors[3 - node.packed : 3])
-        key = ("backward", node.options, wanted, packs, torch.are_deterministic_algorithms_enabled())
-        known = plans.find(key, given)
-        found = None if known is None else known[0].run(given)
-        if found is not None:
-            return found
-
-    every = node.all_of(tensors)
+    node, given = ctx.node, (*tensors, grad_out, out, lse)
 
     def run() -> tuple[Tensor | None, ...]:
-        return backward(Call.joined(every, node.rest), grad_out, grad_lse, out, lse, wanted, launched=True)
+        call = Call.joined(node.all_of(tensors), node.rest)
+        return backward(call, grad_out, grad_lse, out, lse, wanted, launched=True)
 
-    if key is not None:
-        return plans.recorded(key, given, run)
-    if not torch.is_grad_enabled():
+    if torch.is_grad_enabled():
+        return functorch.gradients(node.rest, wanted, (grad_out, grad_lse, out, lse, *node.all_of(tensors)))
+    if grad_out is None or grad_lse is not None:
         return run()
-    return functorch.gradients(node.rest, wanted, (grad_out, grad_lse, out, lse, *every))
+    packs = node.packed and fused_qkv.are_adjacent(tensors[3 - node.packed : 3])
+    key = ("backward", node.options, wanted, packs, torch.are_deterministic_algorithms_enabled())
+    known = plans.find(key, given)
+    found = None if known is None else known[0].run(given)
+    return plans.recorded(key, given, run) if found is None else found
 
 
 _FIRST = 3

@@ -33,6 +33,9 @@ _MOST_GUARDS = 8
 
 Tables = Callable[[], Tensors | None]
 """A function that returns the tensors made from a BlockMask's blocks, or None if there are none or they are stale."""
+Read = tuple[tuple, Tables | None]
+"""The functions from which a call's epilogues are traced, each of which may be None, and tables of its BlockMask."""
+NOTHING: Read = ((), None)
 
 
 def no_dispatch_mode() -> bool:
@@ -74,8 +77,8 @@ class Options:
 
 def read_by(
     functions: tuple[Any, Any, Any], sizes: tuple, starts: Tensors = (), epilogues: Any = ()
-) -> "tuple[tuple, Tensors, tuple, Tables | None] | None":
-    """A key component, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
+) -> tuple[tuple, Tensors, Read] | None:
+    """A key component and tensors of a call with functions or named epilogues, and what :func:`find` takes of them.
 
     Returns None if an epilogue is a user's class, which may do anything.
 
@@ -108,7 +111,7 @@ def read_by(
             return None
         key += (names, numbers, tuple(map(id, registered)))
         read += tuple(function for one in registered for function in one.functions)
-    return key, own, read, tables
+    return key, own, (read, tables)
 
 
 STORES = ("_plans", "_records", "_guarded", "_kept")
@@ -144,19 +147,15 @@ _kept: dict[tuple[Any, ...], tuple] = {}
 """Objects kept alive because keys of ``_records`` contain their ids."""
 
 
-def find(
-    key: Hashable, tensors: Tensors, functions: tuple = (), tables: Tables | None = None
-) -> tuple[Record, Tensors] | None:
+def find(key: Hashable, tensors: Tensors, read: Read = NOTHING) -> tuple[Record, Tensors] | None:
     """The record of an earlier call with this key and metadata, and the tensors to run it with; or None.
 
     Also None for arguments of wrong types, within a recording, and where something observes or transforms operators.
     Only plain tensors (:func:`cute_attn.host.memory.all_plain`) have records.
 
-    Args:
-        key: the arguments as given, except for tensors and functions.
-        functions: the functions from which the call's epilogues are traced; each may be None.
-        tables: tables of a BlockMask among the arguments.
+    key: the arguments as given, except for tensors and functions.
     """
+    functions, tables = read
     if not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
         return None
     try:
@@ -168,10 +167,10 @@ def find(
         for known in guarded:
             given = tensors
             if known.reads:
-                read = _read(known.reads, functions)
-                if read is None:
+                own = _read(known.reads, functions)
+                if own is None:
                     continue
-                given = (*tensors, *read)
+                given = (*tensors, *own)
             if known.tables:
                 made = tables()  # type: ignore[misc]
                 if made is None:
@@ -209,25 +208,17 @@ def _read(steps: tuple[Step, ...], functions: tuple) -> list[Tensor] | None:
     return found
 
 
-def repeat(
-    key: Hashable,
-    tensors: Tensors,
-    call: Callable[[], Any],
-    functions: tuple = (),
-    tables: Tables | None = None,
-) -> Any:
+def repeat(key: Hashable, tensors: Tensors, call: Callable[[], Any], read: Read = NOTHING) -> Any:
     """The results of a call without gradients, from the record of an earlier call or from :func:`recorded`.
 
-    A call with gradients is not recorded here: ``call`` makes it. Arguments: see :func:`recorded`.
+    A call with gradients is not recorded here: ``call`` makes it.
     """
-    known, gradients = find(key, tensors, functions, tables), torch.is_grad_enabled()
+    known = find(key, tensors, read)
     if known is not None:
         record, given = known
-        found = record.run(given) if record.constant or not gradients else None
+        found = record.run(given) if record.constant or not torch.is_grad_enabled() else None
         return call() if found is None else found
-    if gradients and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
-        return call()
-    return recorded(key, tensors, call, functions, tables)
+    return call() if _requires_grad(tensors) else recorded(key, tensors, call, read)
 
 
 def may_repeat(options: tuple, q: Any) -> bool:
@@ -252,17 +243,9 @@ def may_repeat(options: tuple, q: Any) -> bool:
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
-def recorded(
-    key: Hashable,
-    tensors: Tensors,
-    call: Callable[[], Any],
-    functions: tuple = (),
-    tables: Tables | None = None,
-) -> Any:
-    """The results of a call that :func:`find` does not know. The second such call is recorded for later ones.
-
-    Arguments: see :func:`find`; ``call`` makes the call.
-    """
+def recorded(key: Hashable, tensors: Tensors, call: Callable[[], Any], read: Read = NOTHING) -> Any:
+    """The results of a call that :func:`find` does not know. The second such call is recorded for later ones."""
+    functions, tables = read
     on_gpu = len(tensors) > 0 and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
     if not on_gpu or not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
         return call()
@@ -314,7 +297,7 @@ def of_operator(name: Hashable, arguments: Sequence[Any], call: Callable[[], Any
             others.append(tuple(x) if type(x) is list else x)
     key, given = (name, *others, torch.are_deterministic_algorithms_enabled()), tuple(tensors)
     known = find(key, given)
-    found = None if known is None else known[0].run(known[1])
+    found = None if known is None else known[0].run(given)
     return recorded(key, given, call) if found is None else found
 
 
@@ -447,7 +430,7 @@ def _requires_grad(tensors: Tensors) -> tuple[bool, ...]:
     """Whether each tensor requires a gradient; () if none does or gradients are disabled."""
     if not torch.is_grad_enabled():
         return ()
-    found = tuple([x is not None and x.requires_grad for x in tensors])
+    found = tuple([isinstance(x, Tensor) and x.requires_grad for x in tensors])
     return found if True in found else ()
 
 
