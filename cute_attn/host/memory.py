@@ -224,13 +224,13 @@ def _layout(x: Tensor) -> _Layout:
 @functools.lru_cache(maxsize=4096)
 def _overlap(distance: int, x: _Layout, y: _Layout) -> bool:
     """True if elements of the two layouts overlap. distance: bytes from x to y."""
-    arrays: list[Any] = []
+    arrays: Any = []
     for address, (shape, strides, size) in ((1 << 60, x), ((1 << 60) + distance, y)):  # nothing is read there
         steps = tuple(step * size for step in strides)
         sizes = tuple(n if step else min(n, 1) for n, step in zip(shape, strides, strict=True))
         described = {"data": (address, True), "shape": sizes, "strides": steps, "typestr": f"|V{size}"}
         arrays.append(np.asarray(SimpleNamespace(__array_interface__=described | {"version": 3})))
     try:
-        return np.shares_memory(*arrays, max_work=_MAX_TRIALS)  # type: ignore[arg-type]
+        return np.shares_memory(arrays[0], arrays[1], max_work=_MAX_TRIALS)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return False
