@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.api import jvp as jvp  # registers its operator
+from cute_attn.api import derivatives as derivatives  # registers its operators
 from cute_attn.api import operators
-from cute_attn.api import second as second  # registers its operator
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, packed_sequences
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states

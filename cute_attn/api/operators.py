@@ -157,7 +157,7 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     if into is not None:
         return write_owned(into, out, call.cu_seqlens_q), lse, aux
     # All inputs have gradients, as on CUDA: zeros for v if only lse is used, and for all if nothing is computed.
-    inputs = [*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors]
+    inputs = call.differentiable
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), aux
 
 
@@ -341,8 +341,7 @@ define(
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     needed, call = arguments[4], call_of(arguments[5:])
-    tensors = (*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors)
-    pairs = zip(tensors, needed, strict=False)
+    pairs = zip(call.differentiable, needed, strict=False)
     return _filled(call, [x.new_empty(x.shape) if wanted else None for x, wanted in pairs])
 
 
