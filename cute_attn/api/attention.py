@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_attn.api import jvp as jvp  # registers its operator
+from cute_attn.api import derivatives as derivatives  # registers its operators
 from cute_attn.api import operators
-from cute_attn.api import second as second  # registers its operator
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, packed_sequences
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.host import choose, plans, random_states
@@ -572,19 +571,22 @@ def _attend(
     if torch.compiler.is_compiling():
         return result_of(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
     key: Hashable = given
-    all_tensors, read, tables = tensors if out is None else (*tensors, out), (), None
+    all_tensors, read = tensors if out is None else (*tensors, out), plans.NOTHING
     score_mod, mask_mod, block_mask = functions
     named = type(given[_EPILOGUES]) is not tuple or given[_EPILOGUES]
     if named or score_mod is not None or mask_mod is not None or block_mask is not None:
-        packed = None
+        k, packed = tensors[1], None
         if block_mask is not None and given[0]:
             packed = packed_sequences(tensors, given[1:3])
-        found = plans.read_by(given, _EPILOGUES, functions, q, tensors[1], packed and packed[:2])
+        sizes: tuple = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
+        starts, sizes, _ = packed or ((), sizes, ())
+        found = plans.read_by(functions, sizes, starts, given[_EPILOGUES])
         if found is None:
             return result_of(as_one_node(_computed, functions, tensors, given, out), given[_RETURN_LSE])
-        key, own, read, tables = found
+        own_key, own, read = found
+        key = ((*given[:_EPILOGUES], (), *given[_EPILOGUES + 1 :]), own_key)
         all_tensors = (*all_tensors, *own)
-    known, outputs = plans.find(key, all_tensors, read, tables), None
+    known, outputs = plans.find(key, all_tensors, read), None
     if known is not None:
         record, found = known
         if record.constant or not torch.is_grad_enabled():
@@ -593,7 +595,7 @@ def _attend(
             outputs = operators.repeat(record, found)
     if outputs is None:
         call = functools.partial(as_one_node, _computed, functions, tensors, given, out)
-        outputs = plans.recorded(key, all_tensors, call, read, tables)
+        outputs = plans.recorded(key, all_tensors, call, read)
     if outputs[2] is not None:
         return result_of(outputs, given[_RETURN_LSE])
     return outputs[:2] if given[_RETURN_LSE] else outputs[0]

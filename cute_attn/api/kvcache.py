@@ -219,25 +219,24 @@ check_lengths
         tile, check_lengths, return_lse, return_max_scores, epilogues,
     )  # fmt: skip
     functions = (score_mod, mask_mod, block_mask)
-    given, read = tensors if out is None else (*tensors, out), ()
+    given, read = tensors if out is None else (*tensors, out), plans.NOTHING
     key: Hashable = options
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
     named = type(epilogues) is not tuple or epilogues
-    masked, tables = mask_mod is not None or block_mask is not None, None
+    masked = mask_mod is not None or block_mask is not None
     shapes: tuple = ()
     if (named or score_mod is not None or masked) and not users and isinstance(q, Tensor):
-        brought, packed = None, None
+        brought, sizes = None, (*q.shape[:3], *k_cache.shape[1:3]) if isinstance(k_cache, Tensor) else ()
         if block_mask is not None:
             of_tables = getattr(page_table, "shape", None), getattr(cu_seqlens_q, "shape", None)
-            shapes = q.shape, getattr(k_cache, "shape", None), *of_tables, max_seqlen_q
-            packed = (), shapes
+            sizes = shapes = q.shape, getattr(k_cache, "shape", None), *of_tables, max_seqlen_q
         if not torch.compiler.is_compiling():
-            brought = plans.read_by(options, len(options) - 1, functions, q, k_cache, packed)
+            brought = plans.read_by(functions, sizes, (), epilogues)
         if brought is None:
             users = True
         else:
-            key, own, read, tables = brought
-            given = (*given, *own)
+            own_key, own, read = brought
+            key, given = (options[:-1], own_key), (*given, *own)
     arguments = (functions, tensors, out, options, shapes)
     if (
         users
@@ -251,7 +250,7 @@ check_lengths
         latent = cached and k_cache.shape[-1] > LARGE_HEAD_DIM and _are_latent(k_cache, v_cache)
         precision = _precision(q) if cached and k_cache.dtype == torch.float32 else ""
         key = ("attention_with_kvcache", key, latent, precision)
-        found = plans.repeat(key, given, lambda: as_one_node(_attend, *arguments), read, tables)
+        found = plans.repeat(key, given, lambda: as_one_node(_attend, *arguments), read)
     if found[2] is not None:
         return result_of(found, return_lse)
     return found[:2] if return_lse else found[0]

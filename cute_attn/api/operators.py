@@ -157,7 +157,7 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
     if into is not None:
         return write_owned(into, out, call.cu_seqlens_q), lse, aux
     # All inputs have gradients, as on CUDA: zeros for v if only lse is used, and for all if nothing is computed.
-    inputs = [*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors]
+    inputs = call.differentiable
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), aux
 
 
@@ -341,8 +341,7 @@ define(
 
 def _backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     needed, call = arguments[4], call_of(arguments[5:])
-    tensors = (*(getattr(call, name) for name in DIFFERENTIABLE), *call.epilogue_tensors)
-    pairs = zip(tensors, needed, strict=False)
+    pairs = zip(call.differentiable, needed, strict=False)
     return _filled(call, [x.new_empty(x.shape) if wanted else None for x, wanted in pairs])
 
 
@@ -418,25 +417,21 @@ def _differentiate(
     if grad_out is None and grad_lse is None:
         return (None,) * len(wanted)
     *tensors, out, lse = ctx.saved_tensors
-    node, key, given = ctx.node, None, (*tensors, grad_out, out, lse)
-    if grad_out is not None and grad_lse is None and not torch.is_grad_enabled():
-        packs = node.packed and fused_qkv.are_adjacent(tensors[3 - node.packed : 3])
-        key = ("backward", node.options, wanted, packs, torch.are_deterministic_algorithms_enabled())
-        known = plans.find(key, given)
-        found = None if known is None else known[0].run(given)
-        if found is not None:
-            return found
-
-    every = node.all_of(tensors)
+    node, given = ctx.node, (*tensors, grad_out, out, lse)
 
     def run() -> tuple[Tensor | None, ...]:
-        return backward(Call.joined(every, node.rest), grad_out, grad_lse, out, lse, wanted, launched=True)
+        call = Call.joined(node.all_of(tensors), node.rest)
+        return backward(call, grad_out, grad_lse, out, lse, wanted, launched=True)
 
-    if key is not None:
-        return plans.recorded(key, given, run)
-    if not torch.is_grad_enabled():
+    if torch.is_grad_enabled():
+        return functorch.gradients(node.rest, wanted, (grad_out, grad_lse, out, lse, *node.all_of(tensors)))
+    if grad_out is None or grad_lse is not None:
         return run()
-    return functorch.gradients(node.rest, wanted, (grad_out, grad_lse, out, lse, *every))
+    packs = node.packed and fused_qkv.are_adjacent(tensors[3 - node.packed : 3])
+    key = ("backward", node.options, wanted, packs, torch.are_deterministic_algorithms_enabled())
+    known = plans.find(key, given)
+    found = None if known is None else known[0].run(given)
+    return plans.recorded(key, given, run) if found is None else found
 
 
 _FIRST = 3

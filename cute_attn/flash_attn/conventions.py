@@ -1,40 +1,96 @@
 """Translates FlashAttention's conventions to those of this package, for all of FlashAttention's functions."""
 
+import ast
 import contextlib
+import functools
+import inspect
+import itertools
 import math
 import operator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.api.kvcache import attention_with_kvcache
-from cute_attn.host import doors
+from cute_attn.host import doors, plans
 from cute_attn.host.checks import check_starts
 from cute_attn.host.fused_qkv import unbind
 from cute_attn.host.values import check_dense, check_dtype, is_one_of, number, shown, wrong_shape
 
+Given = dict[str, Any]
+"""A function's arguments by name, with the names of FlashAttention-2's public functions where others differ."""
+Result = Tensor | tuple[Tensor, ...]
+_RENAMED = {"p_dropout": "dropout_p", "is_causal": "causal"}
+_NUMBERS = ("softmax_scale", "max_seqlen_q", "max_seqlen_k", "max_seqlen", "num_heads_q", "pack_gqa")
+"""The arguments without a number as their default that are no tensors."""
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
-class Scores(NamedTuple):
-    """The arguments that change scores."""
 
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None = None
+def takes(arguments: str, *, repeats: bool = False) -> Callable[[Callable[[Given], Any]], Any]:
+    """Decorator: a function of ``arguments``, by position or name, in place of one of a dictionary of them.
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments for :func:`cute_attn.attention`."""
-        causal, slopes = flag("causal", self.causal), self.alibi_slopes
-        return {
-            "softmax_scale": self.softmax_scale,
-            "causal": causal,
-            "window": _window(self.window_size, causal),
-            "softcap": max(number("softcap", self.softcap), 0.0),
-            "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
-        }
+    Args:
+        arguments: names in order, each with its default, if it has one.
+        repeats: whether a call with equal arguments is repeated from a record.
+    """
+    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    for own, _, default in (one.partition("=") for one in arguments.split()):
+        value = ast.literal_eval(default) if default else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(own, kind, default=value))
+    signature, names = inspect.Signature(parameters), [one.name for one in parameters]
+    nothing = (None, inspect.Parameter.empty)
+    tensors = {one.name for one in parameters if one.default in nothing and one.name not in _NUMBERS}
+
+    def decorate(run: Callable[[Given], Any]) -> Any:
+        def bound(args: tuple, kwargs: dict[str, Any]) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return run({_RENAMED.get(own, own): x for own, x in given.arguments.items()})
+
+        @functools.wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not repeats or torch.compiler.is_compiling():
+                return bound(args, kwargs)
+            own, others = [], []
+            for name, x in itertools.chain(zip(names, args, strict=False), kwargs.items()):
+                if name not in tensors:
+                    others.append(x)
+                elif x is None or isinstance(x, Tensor):
+                    own.append(x)
+                else:  # of an int for cache_seqlens each call makes a tensor
+                    return bound(args, kwargs)
+            options = tuple(others)
+            if not plans.may_repeat(options, own[0] if own else None):
+                return bound(args, kwargs)
+            return plans.repeat((run, *kwargs, *options), tuple(own), lambda: bound(args, kwargs))
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def lengths_of(given: Given) -> tuple[Any, ...] | None:
+    """Both cu_seqlens and both max_seqlens of a function of packed sequences, or None."""
+    if "cu_seqlens" in given:
+        return given["cu_seqlens"], given["cu_seqlens"], given["max_seqlen"], given["max_seqlen"]
+    return tuple(given[name] for name in LENGTHS) if LENGTHS[0] in given else None
+
+
+def scores_of(given: Given) -> dict[str, Any]:
+    """The arguments of :func:`cute_attn.attention` that change scores."""
+    causal, slopes = flag("causal", given["causal"]), given.get("alibi_slopes")
+    sides = (given.get("window_size_left"), given.get("window_size_right"))
+    return {
+        "softmax_scale": given["softmax_scale"],
+        "causal": causal,
+        "window": _window(given.get("window_size", sides), causal),
+        "softcap": max(number("softcap", given["softcap"]), 0.0),
+        "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
+    }
 
 
 def flag(name: str, value: Any) -> bool:
@@ -104,9 +160,10 @@ def check_table(block_table: Any) -> None:
     check_dtype("block_table", block_table, torch.int32)
 
 
-def refuse(**arguments: Any) -> None:
-    """Raise for the first argument that is given: no kernel of this package supports it."""
-    for name, value in arguments.items():
+def refuse(given: Given, *names: str) -> None:
+    """Raise for the first of these arguments that is given: no kernel of this package supports it."""
+    for name in names:
+        value = given.get(name)
         if value is not None and not is_one_of(value, (0,)):
             what = "given" if isinstance(value, Tensor) else shown(value)
             raise NotImplementedError(f"{name} is {what}; accepted: its default, as no kernel here reads it")
@@ -126,88 +183,83 @@ def plus_infinity(lse: Tensor) -> Tensor:
     return lse.nan_to_num(math.nan, math.inf, math.inf)
 
 
-def note(door: str, tensors: tuple[Tensor, ...], scores: Scores, **others: Any) -> None:
+def note(door: str, tensors: tuple[Tensor, ...], given: Given, **others: Any) -> None:
     """Count a call of function ``door``. tensors: q, k and v. others: arguments, named as in PyTorch's operators."""
-    given: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
-    doors.note(door, given | {"is_causal": scores.causal, "softcap": scores.softcap} | others)
+    noted: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
+    doors.note(door, noted | {"is_causal": given["causal"], "softcap": given["softcap"]} | others)
 
 
 def attend(
-    door: str,
-    tensors: tuple[Tensor, ...],
-    lengths: tuple[Any, ...] | None,
-    scores: Scores,
-    options: dict[str, Any],
-    out: Tensor | None = None,
-    **noted: Any,
+    door: str, tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, given: Given, **options: Any
 ) -> tuple[Tensor, ...]:
     """Call :func:`cute_attn.attention`, or ``attention_varlen``. Returns a tuple of their results.
 
     Args:
-        door: name of the function that is counted; noted: for :func:`note`.
+        door: name of the function that is counted.
         tensors: q, k and v.
-        lengths: both cu_seqlens and both max_seqlens of packed sequences, or None.
+        lengths: see :func:`lengths_of`.
         options: other arguments of that function.
-        out: memory for the result, or None.
     """
-    (q, k, v), options = tensors, options | scores.arguments() | {"out": out}
+    options |= scores_of(given)
+    q, k, v = tensors
     if lengths is None:
         found: Any = attention(q, k, v, **options)
     else:
         found = attention_varlen(q, k, v, *lengths[:2], *longest(lengths), **options)
-    note(door, tensors, scores, cum_seq_q=None if lengths is None else lengths[0], **noted)
+    noted = {"dropout_p": given["dropout_p"]} if "dropout_p" in given else {}
+    note(door, tensors, given, cum_seq_q=None if lengths is None else lengths[0], **noted)
     return found if isinstance(found, tuple) else (found,)
 
 
-def attend_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scores: Scores,
-    *,
-    return_lse: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Call :func:`cute_attn.api.kvcache.attention_with_kvcache`. Returns out, and lse with return_lse, else None."""
-    found: Any = attention_with_kvcache(
-        q, k_cache, v_cache, return_lse=return_lse, **options, **scores.arguments()
-    )
+_OF_A_CACHE = (
+    "k", "v", "cache_seqlens", "page_table", "cache_batch_idx", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new",
+    "rotary_cos", "rotary_sin", "rotary_seqlens", "num_splits",
+)  # fmt: skip
+
+
+def attend_cache(door: str, given: Given, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Call :func:`cute_attn.api.kvcache.attention_with_kvcache`. Returns out, and lse with return_lse, else None.
+
+    given: with the names of its tensors; options: its arguments in place of those.
+    """
+    own: dict[str, Any] = {name: given[name] for name in _OF_A_CACHE if name in given} | options
+    if "rotary_interleaved" in given:
+        own["rotary_interleaved"] = flag("rotary_interleaved", given["rotary_interleaved"])
+    if given.get("max_seqlen_q") is not None:
+        own["max_seqlen_q"] = whole_number("max_seqlen_q", given["max_seqlen_q"])
+    if own.get("rotary_cos") is None:  # they count with it only
+        own.pop("rotary_seqlens", None)
+    tensors = q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
+    found: Any = attention_with_kvcache(q, k_cache, v_cache, **own, **scores_of(given))
+    note(door, tensors, given, cum_seq_q=own.get("cu_seqlens_q"), block_table=own.get("page_table"))
     return found if isinstance(found, tuple) else (found, None)
 
 
 def attend_pages(
-    door: str,
-    tensors: tuple[Tensor, ...],
-    lengths: tuple[Any, ...],
-    block_table: Tensor,
-    scores: Scores,
-    dropout_p: float,
-    return_lse: bool,
-    **options: Any,
+    door: str, tensors: tuple[Tensor, ...], lengths: Any, given: Given, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend packed queries to paged keys. door, lengths: see :func:`attend`. Returns out, and lse or None."""
+    table, dropout_p = given["block_table"], given["dropout_p"]
     if probability(dropout_p):
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; accepted: 0")
     starts_q, starts_k, *_ = lengths
     longest_q, longest_k = longest(lengths)
     check_tensors(q=tensors[0], k=tensors[1], v=tensors[2])
-    check_table(block_table)
+    check_table(table)
     check_starts("cu_seqlens_k", starts_k)
-    capacity = tensors[1].shape[1] * block_table.shape[-1] if tensors[1].dim() == 4 else 0
+    capacity = tensors[1].shape[1] * table.shape[-1] if tensors[1].dim() == 4 else 0
     if not 0 <= longest_k <= capacity:
         raise ValueError(
             f"max_seqlen_k is {longest_k}; accepted: 0 to {capacity}, the rows of a table's pages"
         )
-    if "cache_seqlens" not in options:
-        options["cache_seqlens"] = starts_k.diff()
-    q, k, v = (x.detach() for x in tensors)
-    out, lse = attend_cache(
-        q, k, v, scores, page_table=block_table, cu_seqlens_q=starts_q, max_seqlen_q=longest_q,
-        return_lse=return_lse, **options,
-    )  # fmt: skip
+    own = dict(zip(("q", "k_cache", "v_cache"), (x.detach() for x in tensors), strict=True))
+    used = given.get("seqused_k")
+    own |= {"cache_seqlens": starts_k.diff() if used is None else used, "page_table": table}
+    own |= {"cu_seqlens_q": starts_q, "max_seqlen_q": longest_q, "num_splits": given.get("num_splits", 0)}
+    scores = {name: x for name, x in given.items() if name not in ("k", "v")}
+    out, lse = attend_cache(door, scores | own, return_lse=return_lse)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out = _WithoutBackward.apply(out, *tensors)
-    note(door, tensors, scores, cum_seq_q=starts_q, block_table=block_table)
     return out, lse
 
 

@@ -21,15 +21,16 @@ from torch import Tensor
 
 from cute_attn.api.merge import merge_attention
 from cute_attn.flash_attn.conventions import (
-    Scores,
+    Given,
+    Result,
     attend,
     attend_cache,
     check_tensors,
     flag,
-    note,
+    lengths_of,
     refuse,
+    takes,
     unpack,
-    whole_number,
 )
 from cute_attn.flash_attn.operators import backward
 from cute_attn.host.checks import check_written
@@ -40,16 +41,15 @@ __all__ = [
     "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
 ]  # fmt: skip
 
-Result = Tensor | tuple[Tensor, ...]
+_REFUSED = ("qv", "q_descale", "k_descale", "v_descale", "attention_chunk")
+_DESCALE = "q_descale=None k_descale=None v_descale=None"
+_SCORES = f"{_DESCALE} window_size=(-1,-1) attention_chunk=0 softcap=0.0"
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_SPEED = "num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"
 
 
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-    qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0,
-    softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
-    sm_margin: int = 0, return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+@takes(f"q k v softmax_scale=None causal=False qv=None {_SCORES} {_SPEED}", repeats=True)
+def flash_attn_func(given: Given) -> Result:
     """Attention on batches: out (batch, seqlen_q, nheads, head_dim).
 
     Raises
@@ -59,20 +59,15 @@ def flash_attn_func(
     NotImplementedError
         qv, attention_chunk or one of q_descale, k_descale and v_descale is given.
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
-    )
-    scores = Scores(softmax_scale, causal, window_size, softcap)
-    options = _options(deterministic, return_attn_probs)
-    return _result(attend("flash_attn_3.flash_attn_func", (q, k, v), None, scores, options))
+    return _attend("flash_attn_3.flash_attn_func", given)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False, q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None, v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False, num_heads_q: int | None = None,
-    sm_margin: int = 0, return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+@takes(
+    f"qkv softmax_scale=None causal=False {_SCORES} deterministic=False num_heads_q=None sm_margin=0 "
+    "return_attn_probs=False",
+    repeats=True,
+)
+def flash_attn_qkvpacked_func(given: Given) -> Result:
     """:func:`flash_attn_func` with q, k and v in one tensor.
 
     Parameters
@@ -82,23 +77,14 @@ def flash_attn_qkvpacked_func(
     num_heads_q : int, optional
         Number of q's heads.
     """
-    refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk)
-    check_tensors(qkv=qkv)
-    tensors = _heads(qkv, num_heads_q) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
-    scores = Scores(softmax_scale, causal, window_size, softcap)
-    options = _options(deterministic, return_attn_probs)
-    return _result(attend("flash_attn_3.flash_attn_func", tensors, None, scores, options))
+    return _attend("flash_attn_3.flash_attn_func", given)
 
 
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
-    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
-    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+@takes(
+    f"q k v {_LENGTHS} seqused_q=None seqused_k=None softmax_scale=None causal=False qv=None {_SCORES} {_SPEED}",
+    repeats=True,
+)
+def flash_attn_varlen_func(given: Given) -> Result:
     """Attention on packed sequences: out (total_q, nheads, head_dim).
 
     Parameters
@@ -115,27 +101,18 @@ def flash_attn_varlen_func(
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`cute_attn.attention_varlen` and :func:`flash_attn_func`.
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
-    )
-    scores = Scores(softmax_scale, causal, window_size, softcap)
-    options = _options(deterministic, return_attn_probs) | {"seqused_q": seqused_q, "seqused_k": seqused_k}
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _result(attend("flash_attn_3.flash_attn_varlen_func", (q, k, v), lengths, scores, options))
+    used = {"seqused_q": given["seqused_q"], "seqused_k": given["seqused_k"]}
+    return _attend("flash_attn_3.flash_attn_varlen_func", given, **used)
 
 
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | None = None,
-    rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
-    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 0,
-    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
-) -> Result:  # fmt: skip
+@takes(
+    "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None "
+    "cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None max_seqlen_q=None rotary_seqlens=None "
+    f"{_DESCALE} softmax_scale=None causal=False window_size=(-1,-1) attention_chunk=0 softcap=0.0 "
+    "rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
+    repeats=True,
+)
+def flash_attn_with_kvcache(given: Given) -> Result:
     """Append k and v to a cache in place, then attend to the cache; no gradients.
 
     As :func:`cute_attn.flash_attn.flash_attn_with_kvcache` (its block_table is page_table here), with additions:
@@ -161,19 +138,9 @@ def flash_attn_with_kvcache(
     NotImplementedError
         As ``attention_with_kvcache``, and as :func:`flash_attn_func`.
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
-    )
-    scores = Scores(softmax_scale, causal, window_size, softcap)
-    out, lse = _cached(
-        q, k_cache, v_cache, scores, k=k, v=v, cache_seqlens=cache_seqlens, page_table=page_table,
-        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_seqlens=rotary_seqlens, rotary_interleaved=rotary_interleaved, num_splits=num_splits,
-        return_lse=flag("return_softmax_lse", return_softmax_lse),
-    )  # fmt: skip
-    given = {"cum_seq_q": cu_seqlens_q, "block_table": page_table}
-    note("flash_attn_3.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, **given)
+    refuse(given, *_REFUSED)
+    wanted = flag("return_softmax_lse", given["return_softmax_lse"])
+    out, lse = attend_cache("flash_attn_3.flash_attn_with_kvcache", given, return_lse=wanted)
     return out if lse is None else (out, lse, *_accumulators(out))
 
 
@@ -234,97 +201,81 @@ def get_scheduler_metadata(
 # ---- functions that FlashAttention-3's autograd functions call ----
 
 
-def _flash_attn_forward(
-    q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
-    qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None, seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None, leftpad_k: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
-    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size_left: int = -1,
-    window_size_right: int = -1, attention_chunk: int = 0, softcap: float = 0.0,
-    rotary_interleaved: bool = True, scheduler_metadata: Tensor | None = None, num_splits: int = 1,
-    pack_gqa: bool | None = None, sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+@takes(
+    "q k v k_new=None v_new=None qv=None out_=None cu_seqlens_q=None cu_seqlens_k=None cu_seqlens_k_new=None "
+    "seqused_q=None seqused_k=None max_seqlen_q=None max_seqlen_k=None page_table=None kv_batch_idx=None "
+    f"leftpad_k=None rotary_cos=None rotary_sin=None seqlens_rotary=None {_DESCALE} softmax_scale=None causal=False "
+    "window_size_left=-1 window_size_right=-1 attention_chunk=0 softcap=0.0 rotary_interleaved=True "
+    "scheduler_metadata=None num_splits=1 pack_gqa=None sm_margin=0"
+)
+def _flash_attn_forward(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """All forwards in one function: out, softmax_lse, and two tensors of size 0 in place of partial results.
 
     On batches, or on packed sequences with cu_seqlens_q and cu_seqlens_k, as :func:`flash_attn_varlen_func`, with
     gradients. With arguments of a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries and
     unpacked keys), as :func:`flash_attn_with_kvcache`; seqused_k is then cache_seqlens. out_: memory for out.
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk
-    )
-    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap)
-    door = "flash_attn_3._flash_attn_forward"
-    of_a_cache = (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, cu_seqlens_k_new)
-    if any(x is not None for x in of_a_cache) or (cu_seqlens_q is not None and cu_seqlens_k is None):
-        _alone("with a cache", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
-        out, lse = _cached(
-            q, k, v, scores, k=k_new, v=v_new, out=out_, cache_seqlens=seqused_k, page_table=page_table,
-            cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q, cu_seqlens_k_new=cu_seqlens_k_new, rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin, rotary_seqlens=seqlens_rotary, rotary_interleaved=rotary_interleaved,
-            num_splits=num_splits, return_lse=True,
-        )  # fmt: skip
+    refuse(given, *_REFUSED)
+    door, starts = "flash_attn_3._flash_attn_forward", (given["cu_seqlens_q"], given["cu_seqlens_k"])
+    if any(given[name] is not None for name in _OF_A_CACHE) or (starts[0] is not None and starts[1] is None):
+        _alone("with a cache", given, "cu_seqlens_k", "seqused_q")
+        cache = {name: given[theirs] for name, theirs in _OURS.items()}
+        out, lse = attend_cache(door, given | cache, out=given["out_"], return_lse=True)
         assert lse is not None
-        note(door, (q, k, v), scores, cum_seq_q=cu_seqlens_q, block_table=page_table)
-        return out, lse, *_accumulators(out)
-    options: dict[str, Any] = {"return_lse": True, "seqused_k": seqused_k}
-    if cu_seqlens_q is None:
-        _alone("without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q)
-        lengths = None
     else:
-        lengths, options["seqused_q"] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), seqused_q
-    out, lse = attend(door, (q, k, v), lengths, scores, options, out_)
+        lengths, used = _lengths(given, "seqused_q", "seqused_k")
+        tensors = (given["q"], given["k"], given["v"])
+        out, lse = attend(door, tensors, lengths, given, return_lse=True, out=given["out_"], **used)
     return out, lse, *_accumulators(out)
 
 
-def _flash_attn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, sequed_q: Tensor | None = None,
-    sequed_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-    dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
-    softmax_scale: float | None = None, is_causal: bool = False, window_size_left: int = -1,
-    window_size_right: int = -1, softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0,
-) -> Tensor:  # fmt: skip
+_OF_A_CACHE = (
+    "k_new", "v_new", "page_table", "kv_batch_idx", "leftpad_k", "rotary_cos", "rotary_sin", "cu_seqlens_k_new",
+)  # fmt: skip
+_OURS = {
+    "k_cache": "k", "v_cache": "v", "k": "k_new", "v": "v_new", "cache_seqlens": "seqused_k",
+    "cache_batch_idx": "kv_batch_idx", "cache_leftpad": "leftpad_k", "rotary_seqlens": "seqlens_rotary",
+}  # fmt: skip
+"""The arguments of :func:`_flash_attn_forward` that have other names with a cache."""
+
+
+@takes(
+    "dout q k v out softmax_lse cu_seqlens_q=None cu_seqlens_k=None sequed_q=None sequed_k=None max_seqlen_q=None "
+    "max_seqlen_k=None dq=None dk=None dv=None softmax_scale=None is_causal=False window_size_left=-1 "
+    "window_size_right=-1 softcap=0.0 deterministic=False sm_margin=0"
+)
+def _flash_attn_backward(given: Given) -> Tensor:
     """Compute dq, dk and dv, of batches or packed sequences, in the given tensors. A gradient may be None to skip it.
 
     Returns a tensor of size 0 in place of the row sums of dout * out.
     """
-    scores = Scores(softmax_scale, is_causal, (window_size_left, window_size_right), softcap)
-    options: dict[str, Any] = {"deterministic": deterministic, "seqused_k": sequed_k}
-    if cu_seqlens_q is None:
-        _alone("without cu_seqlens_q", cu_seqlens_k=cu_seqlens_k, sequed_q=sequed_q)
-        lengths = None
+    lengths, used = _lengths(given, "sequed_q", "sequed_k")
+    if lengths is not None:
+        check_tensors(cu_seqlens_k=given["cu_seqlens_k"])
+    return backward(given, lengths, "flash_attn_3._flash_attn_backward", **used)
+
+
+def _attend(door: str, given: Given, **used: Tensor | None) -> Result:
+    refuse(given, *_REFUSED)
+    if "qkv" in given:
+        qkv = given["qkv"]
+        check_tensors(qkv=qkv)
+        tensors = _heads(qkv, given["num_heads_q"]) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
     else:
-        check_tensors(cu_seqlens_k=cu_seqlens_k)
-        lengths, options["seqused_q"] = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), sequed_q
-    tensors = (dout, q, k, v, out, softmax_lse)
-    return backward("flash_attn_3._flash_attn_backward", tensors, (dq, dk, dv), lengths, scores, options)
-
-
-def _cached(*tensors: Any, max_seqlen_q: Any, rotary_interleaved: Any, **others: Any) -> Any:
-    """Call :func:`attend_cache`, with numbers and flags of the types that FlashAttention accepts."""
-    if max_seqlen_q is not None:
-        max_seqlen_q = whole_number("max_seqlen_q", max_seqlen_q)
-    if others["rotary_cos"] is None:  # they count with it only
-        others["rotary_seqlens"] = None
-    others["rotary_interleaved"] = flag("rotary_interleaved", rotary_interleaved)
-    return attend_cache(*tensors, max_seqlen_q=max_seqlen_q, **others)
-
-
-def _options(deterministic: Any, return_attn_probs: Any) -> dict[str, Any]:
-    """Translate flags of the public functions to arguments of :func:`cute_attn.attention`."""
-    return {
-        "deterministic": flag("deterministic", deterministic),
-        "return_lse": flag("return_attn_probs", return_attn_probs),
-    }
-
-
-def _result(found: tuple[Tensor, ...]) -> Result:
+        tensors = (given["q"], given["k"], given["v"])
+    own: dict[str, Any] = {"deterministic": flag("deterministic", given["deterministic"])}
+    own["return_lse"] = flag("return_attn_probs", given["return_attn_probs"])
+    found = attend(door, tensors, lengths_of(given), given, **own, **used)
     return found if len(found) > 1 else found[0]
+
+
+def _lengths(given: Given, used_q: str, used_k: str) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
+    """:func:`lengths_of` packed sequences, None of batches; and how many rows of each exist."""
+    used = {"seqused_k": given[used_k]}
+    if given["cu_seqlens_q"] is not None:
+        return lengths_of(given), used | {"seqused_q": given[used_q]}
+    _alone("without cu_seqlens_q", given, "cu_seqlens_k", used_q)
+    return None, used
 
 
 def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
@@ -344,8 +295,8 @@ def _accumulators(out: Tensor) -> tuple[Tensor, Tensor]:
     return out.new_empty(0, dtype=torch.float32), out.new_empty(0, dtype=torch.float32)
 
 
-def _alone(where: str, **arguments: Any) -> None:
-    """Raise for an argument that is given although it has no meaning in this case."""
-    for name, value in arguments.items():
-        if value is not None:
+def _alone(where: str, given: Given, *names: str) -> None:
+    """Raise for one of these arguments that is given although it has no meaning in this case."""
+    for name in names:
+        if given[name] is not None:
             raise ValueError(f"{name} is given {where}; accepted: None")

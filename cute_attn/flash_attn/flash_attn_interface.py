@@ -24,21 +24,19 @@ from the scores in FlashAttention-2's documentation.
 Libraries for long sequences import private names: see :mod:`~cute_attn.flash_attn.operators`.
 """
 
-from typing import Any
-
-from torch import Tensor
-
 from cute_attn.flash_attn import extension as flash_attn_gpu
 from cute_attn.flash_attn.conventions import (
-    Scores,
+    Given,
+    Result,
     attend,
     attend_cache,
     attend_pages,
     check_table,
     flag,
-    note,
+    lengths_of,
     plus_infinity,
     probability,
+    takes,
     unpack,
 )
 from cute_attn.flash_attn.operators import (
@@ -47,7 +45,6 @@ from cute_attn.flash_attn.operators import (
     _flash_attn_varlen_backward,
     _flash_attn_varlen_forward,
 )
-from cute_attn.host import plans
 
 __all__ = [
     "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward",
@@ -57,8 +54,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]  # fmt: skip
 
-Result = Tensor | tuple[Tensor, ...]
-
 # The operators by which FlashAttention-2's autograd functions call its extension, under their wrappers' names.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
@@ -66,11 +61,13 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+_SCORES = "softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0"
+_SHARED = f"dropout_p=0.0 {_SCORES} alibi_slopes=None deterministic=False return_attn_probs=False"
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+
+
+@takes(f"q k v {_SHARED}", repeats=True)
+def flash_attn_func(given: Given) -> Result:
     """Attention on batches: out (batch, seqlen_q, nheads, head_dim).
 
     Raises
@@ -78,36 +75,23 @@ def flash_attn_func(
     TypeError, ValueError, Unsupported
         As :func:`cute_attn.attention`.
     """
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _repeat((q, k, v), (), scores, (dropout_p, deterministic, return_attn_probs))
+    return _attend(given)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+@takes(f"q kv {_SHARED}", repeats=True)
+def flash_attn_kvpacked_func(given: Given) -> Result:
     """:func:`flash_attn_func` with k and v in one tensor kv (batch, seqlen_k, 2, nheads_k, head_dim)."""
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _repeat((q, kv), (), scores, (dropout_p, deterministic, return_attn_probs))
+    return _attend(given)
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+@takes(f"qkv {_SHARED}", repeats=True)
+def flash_attn_qkvpacked_func(given: Given) -> Result:
     """:func:`flash_attn_func` with q, k and v in one tensor qkv (batch, seqlen, 3, nheads, head_dim)."""
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _repeat((qkv,), (), scores, (dropout_p, deterministic, return_attn_probs))
+    return _attend(given)
 
 
-def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
-) -> Result:  # fmt: skip
+@takes(f"q k v {_LENGTHS} {_SHARED} block_table=None", repeats=True)
+def flash_attn_varlen_func(given: Given) -> Result:
     """Attention on packed sequences: out (total_q, nheads, head_dim).
 
     Parameters
@@ -126,43 +110,28 @@ def flash_attn_varlen_func(
         As :func:`cute_attn.attention_varlen`, or with a block_table as
         :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     """
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _repeat((q, k, v), lengths, scores, (dropout_p, deterministic, return_attn_probs), block_table)
+    return _attend(given)
 
 
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+@takes(f"q kv {_LENGTHS} {_SHARED}", repeats=True)
+def flash_attn_varlen_kvpacked_func(given: Given) -> Result:
     """:func:`flash_attn_varlen_func` with k and v in one tensor kv (total_k, 2, nheads_k, head_dim)."""
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _repeat((q, kv), lengths, scores, (dropout_p, deterministic, return_attn_probs))
+    return _attend(given)
 
 
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-) -> Result:  # fmt: skip
+@takes(f"qkv cu_seqlens max_seqlen {_SHARED}", repeats=True)
+def flash_attn_varlen_qkvpacked_func(given: Given) -> Result:
     """:func:`flash_attn_varlen_func` with q, k and v in one tensor qkv (total, 3, nheads, head_dim)."""
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return _repeat((qkv,), lengths, scores, (dropout_p, deterministic, return_attn_probs))
+    return _attend(given)
 
 
-def flash_attn_with_kvcache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
-    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None, block_table: Tensor | None = None, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    return_softmax_lse: bool = False,
-) -> Result:  # fmt: skip
+@takes(
+    "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None "
+    f"cache_leftpad=None block_table=None {_SCORES} rotary_interleaved=True alibi_slopes=None num_splits=0 "
+    "return_softmax_lse=False",
+    repeats=True,
+)
+def flash_attn_with_kvcache(given: Given) -> Result:
     """Append k and v to a cache in place, then attend to the cache; no gradients.
 
     Parameters
@@ -197,80 +166,29 @@ def flash_attn_with_kvcache(
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     """
-    scores = Scores(softmax_scale, causal, window_size, softcap, alibi_slopes)
-
-    def call() -> Result:
-        if block_table is not None:
-            check_table(block_table)
-        out, lse = attend_cache(
-            q, k_cache, v_cache, scores, k=k, v=v, cache_seqlens=cache_seqlens, page_table=block_table,
-            cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin, rotary_interleaved=flag("rotary_interleaved", rotary_interleaved),
-            num_splits=num_splits, return_lse=flag("return_softmax_lse", return_softmax_lse),
-        )  # fmt: skip
-        note("flash_attn.flash_attn_with_kvcache", (q, k_cache, v_cache), scores, block_table=block_table)
-        return out if lse is None else (out, plus_infinity(lse))
-
-    *numbers, slopes = scores
-    given = (
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, slopes,
-    )  # fmt: skip
-    options = ("flash_attn cache", *numbers, rotary_interleaved, num_splits, return_softmax_lse)
-    if isinstance(cache_seqlens, int) or not plans.may_repeat(options, q):  # a call makes a tensor of an int
-        return call()
-    return plans.repeat(options, (*given, cache_seqlens), call)
+    table, probs = given["block_table"], flag("return_softmax_lse", given["return_softmax_lse"])
+    if table is not None:
+        check_table(table)
+    out, lse = attend_cache("flash_attn.flash_attn_with_kvcache", given, page_table=table, return_lse=probs)
+    return out if lse is None else (out, plus_infinity(lse))
 
 
-def _repeat(
-    tensors: tuple[Tensor, ...],
-    lengths: tuple[Any, ...],
-    scores: Scores,
-    options: tuple[float, bool, bool],
-    block_table: Tensor | None = None,
-) -> Result:
-    """The result of a call, from a record if the call repeats an earlier one.
-
-    Args:
-        tensors: q, k and v, or packed qkv, or q and kv.
-        lengths: both cu_seqlens and both max_seqlens of packed sequences, or () for batches.
-        options: dropout_p, deterministic and return_attn_probs.
-    """
-    *numbers, slopes = scores
-    given = (*tensors, slopes, block_table, *lengths[:2])
-
-    def call() -> Result:
-        return _attend(_parts(tensors, packed=bool(lengths)), lengths or None, scores, options, block_table)
-
-    repeated = ("flash_attn", *numbers, *options, *lengths[2:])
-    return plans.repeat(repeated, given, call) if plans.may_repeat(repeated, tensors[0]) else call()
-
-
-def _parts(tensors: tuple[Tensor, ...], *, packed: bool) -> tuple[Tensor, ...]:
-    """q, k and v, unpacked from qkv or kv if necessary. packed: sequences are packed."""
-    dims = 4 if packed else 5
-    if len(tensors) == 1:
-        return unpack("qkv", tensors[0], dims, 3)
-    return (tensors[0], *unpack("kv", tensors[1], dims, 2)) if len(tensors) == 2 else tensors
-
-
-def _attend(
-    tensors: tuple[Tensor, ...],
-    lengths: Any,
-    scores: Scores,
-    options: tuple[float, bool, bool],
-    block_table: Tensor | None,
-) -> Result:
-    """The result of a call that repeats no recorded one. tensors: q, k and v; lengths: None for batches."""
-    dropout_p, *flags = options
-    deterministic, probs = map(flag, ("deterministic", "return_attn_probs"), flags)
+def _attend(given: Given) -> Result:
+    """The result of a call of batches or packed sequences, with q, k and v in one to three tensors."""
+    lengths = lengths_of(given)
+    tensors, dims = tuple(given[name] for name in ("q", "k", "v") if name in given), 4 if lengths else 5
+    if "qkv" in given:
+        tensors = unpack("qkv", given["qkv"], dims, 3)
+    elif "kv" in given:
+        tensors += unpack("kv", given["kv"], dims, 2)
+    deterministic, probs = (flag(name, given[name]) for name in ("deterministic", "return_attn_probs"))
     door = "flash_attn.flash_attn_func" if lengths is None else "flash_attn.flash_attn_varlen_func"
-    if block_table is not None:
-        out, lse = attend_pages(door, tensors, lengths, block_table, scores, dropout_p, probs)
+    if given.get("block_table") is not None:
+        out, lse = attend_pages(door, tensors, lengths, given, probs)
         return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))
-    drops = probability(dropout_p)
+    drops = probability(given["dropout_p"])
     arguments = {"dropout_p": drops, "deterministic": deterministic, "return_lse": probs}
-    arguments["return_softmax"] = bool(probs and drops)
-    out, *others = attend(door, tensors, lengths, scores, arguments, dropout_p=dropout_p)
+    out, *others = attend(door, tensors, lengths, given, return_softmax=bool(probs and drops), **arguments)
     if not probs:
         return out
     return out, plus_infinity(others[0]), others[1] if drops else out.new_empty(0)

@@ -16,8 +16,9 @@ dout * out, padded to its blocks. Here these stay in the workspace, and a tensor
 softmax_lse may cover more keys than the call has, as in ring attention: gradients are then the contributions of the
 call's keys, to be summed by the caller.
 
-Functions raise TypeError, ValueError and Unsupported as in :mod:`cute_attn.api.attention`. A backward also raises for
-dropout without a rng_state.
+Functions raise TypeError, ValueError and Unsupported as in :mod:`cute_attn.api.attention`, and NotImplementedError if
+leftpad_k, a forward's zero_tensors or an argument out or gen of the extension's is given. A backward also raises for
+dropout without a rng_state. num_splits is read only with a block_table.
 """
 
 from typing import Any
@@ -27,144 +28,106 @@ from torch import Tensor
 
 from cute_attn.api.attention import attention_backward, attention_varlen_backward, draw_rng_state
 from cute_attn.flash_attn.conventions import (
-    Scores,
+    Given,
     attend,
     attend_pages,
     check_tensors,
     flag,
+    lengths_of,
     longest,
     note,
     plus_infinity,
     probability,
     refuse,
+    scores_of,
+    takes,
 )
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """out, softmax_lse, S_dmask, rng_state."""
+_WINDOW = "window_size_left window_size_right softcap"
+_SCORES = f"dropout_p softmax_scale causal {_WINDOW} alibi_slopes"
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_OUTER = "dout q k v out softmax_lse"
 
 
-def _flash_attn_forward(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float, causal: bool,
-    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> Outputs:  # fmt: skip
+@takes(f"q k v {_SCORES} return_softmax")
+def _flash_attn_forward(given: Given) -> Outputs:
     """The forward of :func:`~cute_attn.flash_attn.flash_attn_func`."""
-    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    return _forward((q, k, v), None, scores, dropout_p, return_softmax)
+    return forward(given)
 
 
-def _flash_attn_varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
-    window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
-) -> Outputs:  # fmt: skip
-    """The forward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`.
-
-    num_splits: read only with a block_table.
-
-    Raises
-    ------
-    TypeError, ValueError, Unsupported
-        As ``flash_attn_varlen_func``.
-    NotImplementedError
-        leftpad_k or zero_tensors is given.
-    """
-    refuse(leftpad_k=leftpad_k, zero_tensors=zero_tensors)
-    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if block_table is None:
-        return _forward((q, k, v), lengths, scores, dropout_p, return_softmax, seqused_k=seqused_k)
-    used = {} if seqused_k is None else {"cache_seqlens": seqused_k}
-    door, options = "flash_attn._flash_attn_varlen_forward", {"num_splits": num_splits, **used}
-    out, lse = attend_pages(door, (q, k, v), lengths, block_table, scores, dropout_p, True, **options)
-    assert lse is not None
-    return out, plus_infinity(lse), out.new_empty(0), out.new_zeros(2, dtype=torch.int64)
+@takes(
+    f"q k v {_LENGTHS} dropout_p softmax_scale causal window_size_left=-1 window_size_right=-1 softcap=0.0 "
+    "alibi_slopes=None return_softmax=False block_table=None leftpad_k=None seqused_k=None zero_tensors=False "
+    "num_splits=0"
+)
+def _flash_attn_varlen_forward(given: Given) -> Outputs:
+    """The forward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`."""
+    return forward(given)
 
 
-def _flash_attn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
-    dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float, causal: bool,
-    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None,
-    deterministic: bool, rng_state: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+@takes(f"{_OUTER} dq dk dv {_SCORES} deterministic rng_state=None")
+def _flash_attn_backward(given: Given) -> Tensor:
     """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`; writes to dq, dk and dv."""
-    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
-    tensors = (dout, q, k, v, out, softmax_lse)
-    return backward("flash_attn._flash_attn_backward", tensors, (dq, dk, dv), None, scores, options)
+    return backward(given, lengths_of(given))
 
 
-def _flash_attn_varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
-    dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int,
-    window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
-    rng_state: Tensor | None = None, zero_tensors: bool = False,
-) -> Tensor:  # fmt: skip
+@takes(f"{_OUTER} dq dk dv {_LENGTHS} {_SCORES} deterministic rng_state=None zero_tensors=False")
+def _flash_attn_varlen_backward(given: Given) -> Tensor:
     """The backward of :func:`~cute_attn.flash_attn.flash_attn_varlen_func`; writes to dq, dk and dv.
 
     Rows that belong to no sequence become 0, with or without zero_tensors.
     """
-    scores = Scores(softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    options = {"dropout_p": dropout_p, "deterministic": deterministic, "rng_state": rng_state}
-    tensors = (dout, q, k, v, out, softmax_lse)
-    return backward("flash_attn._flash_attn_varlen_backward", tensors, (dq, dk, dv), lengths, scores, options)
+    return backward(given, lengths_of(given))
 
 
-def _forward(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    lengths: tuple[Any, ...] | None,
-    scores: Scores,
-    dropout_p: float,
-    return_softmax: bool,
-    **options: Any,
-) -> Outputs:
-    """Compute a forward. tensors: q, k, v. lengths: both cu_seqlens and both max_seqlens, None for batches."""
-    q, k, v = tensors
+def forward(given: Given) -> Outputs:
+    """A forward of batches, or of packed sequences if their lengths are among the arguments."""
+    refuse(given, "out", "gen", "leftpad_k", "zero_tensors")
+    lengths = lengths_of(given)
+    options: dict[str, Any] = {"return_lse": True}
+    door = f"flash_attn._flash_attn_{'varlen_' if lengths else ''}forward"
+    tensors = q, k, v = given["q"], given["k"], given["v"]
+    if given.get("block_table") is not None:
+        out, lse = attend_pages(door, tensors, lengths, given, True)
+        assert lse is not None
+        return out, plus_infinity(lse), out.new_empty(0), out.new_zeros(2, dtype=torch.int64)
     check_tensors(q=q, k=k, v=v)
-    dropout_p = probability(dropout_p)
+    dropout_p = probability(given["dropout_p"])
     state = draw_rng_state(q.device) if dropout_p else q.new_zeros(2, dtype=torch.int64)
-    options |= {"dropout_p": dropout_p, "return_lse": True}
-    wants_softmax = flag("return_softmax", return_softmax)
+    wants_softmax = flag("return_softmax", given["return_softmax"])
     if dropout_p:
         options |= {"rng_state": state, "return_softmax": wants_softmax}
-    door = f"flash_attn._flash_attn_{'varlen_' if lengths else ''}forward"
-    out, lse, *softmax = attend(door, tensors, lengths, scores, options, dropout_p=dropout_p)
+    if lengths is not None:
+        options["seqused_k"] = given["seqused_k"]
+    out, lse, *softmax = attend(door, tensors, lengths, given, dropout_p=dropout_p, **options)
     return out, plus_infinity(lse), softmax[0] if softmax else out.new_empty(0), state
 
 
-def backward(
-    door: str,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
-    into: tuple[Tensor | None, Tensor | None, Tensor | None],
-    lengths: tuple[Any, ...] | None,
-    scores: Scores,
-    options: dict[str, Any],
-) -> Tensor:
-    """Write gradients to dq, dk and dv, those that are not None, in ``into``. Returns a tensor of size 0.
+def backward(given: Given, lengths: tuple[Any, ...] | None, door: str = "", **options: Any) -> Tensor:
+    """Write gradients to dq, dk and dv, those that are not None. Returns a tensor of size 0.
 
-    door: name of the function that is counted. tensors: dout, q, k, v, out and softmax_lse. lengths: see
-    :func:`_forward`. options: arguments of attention_backward.
+    lengths: both cu_seqlens and both max_seqlens, None for batches. door: name of the function that is counted, by
+    default FlashAttention-2's. options: further arguments of attention_backward.
     """
-    dout, q, k, v, out, lse = tensors
-    check_tensors(dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse)
-    given = {name: x for name, x in zip("qkv", into, strict=True) if x is not None}
-    for name, x in given.items():
-        check_tensors(**{f"d{name}": x})
-    nothing = dout.new_empty(0, dtype=torch.float32)
-    if not given:
+    door = door or f"flash_attn._flash_attn_{'varlen_' if lengths else ''}backward"
+    tensors = {name: given[name] for name in _OUTER.split()}
+    into = {name: given[f"d{name}"] for name in "qkv" if given[f"d{name}"] is not None}
+    check_tensors(**tensors, **{f"d{name}": x for name, x in into.items()})
+    nothing = given["dout"].new_empty(0, dtype=torch.float32)
+    if not into:
         return nothing
-    options = options | scores.arguments()
-    options["dropout_p"] = probability(options.get("dropout_p", 0.0))
-    options["deterministic"] = flag("deterministic", options["deterministic"])
-    options |= {"wanted": tuple(given), "into": tuple(given.values())}
+    dropout_p, deterministic = probability(given.get("dropout_p", 0.0)), given["deterministic"]
+    options |= {
+        "dropout_p": dropout_p, "deterministic": flag("deterministic", deterministic), "wanted": tuple(into),
+        "into": tuple(into.values()), "rng_state": given.get("rng_state"), **scores_of(given),
+    }  # fmt: skip
     with torch.no_grad():
         if lengths is None:
-            attention_backward(*tensors, **options)
+            attention_backward(*tensors.values(), **options)
         else:
-            attention_varlen_backward(*tensors, *lengths[:2], *longest(lengths), **options)
-    note(door, (q, k, v), scores, dropout_p=options["dropout_p"], cum_seq_q=lengths and lengths[0])
+            attention_varlen_backward(*tensors.values(), *lengths[:2], *longest(lengths), **options)
+    starts = lengths and lengths[0]
+    note(door, (given["q"], given["k"], given["v"]), given, dropout_p=dropout_p, cum_seq_q=starts)
     return nothing

@@ -100,8 +100,8 @@ def flex_attention(
         return plans.repeat(options, (query, key, value), call)
     batch, nheads, seqlen_q, _ = query.shape
     sizes = (batch, seqlen_q, nheads, key.shape[2], key.shape[1])
-    own, functions, tables = plans.brought(score_mod, None, block_mask, sizes)
-    return plans.repeat((*options, own), (query, key, value), call, functions, tables)
+    own, _, read = plans.read_by((score_mod, None, block_mask), sizes)  # type: ignore[misc]
+    return plans.repeat((*options, own), (query, key, value), call, read)
 
 
 def activate(*, unsupported: str = "fall_back", strict: bool = False) -> None:

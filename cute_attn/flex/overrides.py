@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as _module
 from torch import Tensor
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
@@ -218,8 +219,8 @@ def _route(*args: Any, **kwargs: Any) -> Result:
         return pytorchs(*args, **kwargs)
     # Watched calls, and calls that PyTorch repeats, must leave the graph: its nodes are neither watched nor repeated.
     observed = doors.observer is not None or doors.watcher is not None
-    if torch.compiler.is_dynamo_compiling() and observed and not between_graphs().stays_whole():
-        return between_graphs().serve(*args, **kwargs)
+    if torch.compiler.is_dynamo_compiling() and observed and not _stays_whole():
+        return _serve_between_graphs(*args, **kwargs)
     found = activation.attend(activation.options, *args, **kwargs)
     if not isinstance(found, str):
         note_in_a_graph("")
@@ -230,10 +231,11 @@ def _route(*args: Any, **kwargs: Any) -> Result:
     return pytorchs(*args, **kwargs)
 
 
-def between_graphs() -> Any:
-    from cute_attn.flex import outside_graphs  # loads torch's compiler
-
-    return outside_graphs
+@torch.compiler.assume_constant_result
+def _stays_whole() -> bool:
+    """True if graph breaks are not allowed in the current trace: under ``fullgraph=True``, or in an export."""
+    tracer = InstructionTranslator.current_tx()
+    return bool(tracer.one_graph or tracer.error_on_graph_break)
 
 
 @torch.compiler.assume_constant_result
@@ -245,12 +247,17 @@ def note_in_a_graph(reason: str) -> None:
         doors.served.add(NAME)
 
 
-def serve_compiled(*args: Any, **kwargs: Any) -> Result:
+def _served_compiled(*args: Any, **kwargs: Any) -> Result:
     """Serve a call between two graphs. If no kernel supports it, PyTorch's function computes it, compiled."""
     activation = _serving
     if activation is None:
         return _compiled()(*args, **kwargs)
     return _serve(activation, _compiled(), args, kwargs)
+
+
+_serve_between_graphs = torch.compiler.disable(
+    _served_compiled, reason="cute_attn watches flex_attention between two graphs"
+)
 
 
 @functools.cache

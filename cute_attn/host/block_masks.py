@@ -6,7 +6,6 @@ lists of blocks of ``LISTED_ROWS``. Tables and lists are made on the mask's devi
 kept as long as the mask lives.
 """
 
-import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -61,14 +60,13 @@ def epilogue_of_block_mask(
         return "", ()
     function, partial, unites = functions_of(block_mask, made.kinds, *sizes)
     name, tensors = epilogue_of(None, function, q.device, unites=unites, partial=partial)
-    key, versions = shapes or (*sizes, *map(id, starts)), _versions(starts)
-    known = made.lists.get(key)
-    if known is None or known.versions != versions:
+    key = _key_of(shapes or sizes, starts)
+    found = made.lists.get(key)
+    if found is None:
         with beyond_transforms():
-            lists = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes, starts=starts)
-        known = _Lists(lists, starts, versions)
-        _keep(made.lists, key, known)
-    return name, (*tensors, *known.lists)
+            found = block_lists(made.kinds, block_mask.BLOCK_SIZE, *sizes, starts=starts), starts
+        _keep(made.lists, key, *found)
+    return name, (*tensors, *found[0])
 
 
 def check_block_mask(block_mask: Any) -> None:
@@ -93,23 +91,11 @@ def tables_of(
 
     Those made in a CUDA graph's capture are not used. sizes, starts: of a batch, or those of :class:`Packed`.
     """
-    known = _made.get(block_mask)
-    if known is None:
+    made = _made.get(block_mask)
+    if made is None or made.capture or not _holds(made, block_mask):
         return None
-    versions, *shape, stream, capture = known.state
-    if capture or shape != [block_mask.BLOCK_SIZE, block_mask.seq_lengths]:
-        return None
-    source: tuple[Tensor | None, ...] = (block_mask.kv_num_blocks, block_mask.kv_indices)
-    source += (block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    for x, known_x, version in zip(source, known.source, versions, strict=True):
-        if x is not known_x or (x is not None and x._version != version):
-            return None
-    kinds, made = known.kinds, known.lists.get((*sizes, *map(id, starts)))
-    if made is None or (starts and made.versions != _versions(starts)):
-        return None
-    if kinds.is_cuda and torch._C._cuda_getCurrentRawStream(kinds.get_device()) != stream:
-        return None
-    return kinds, *made.lists
+    found = made.lists.get(_key_of(sizes, starts) if starts else sizes)
+    return None if found is None else (made.kinds, *found[0])
 
 
 def _visible(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> bool:
@@ -140,36 +126,39 @@ class Blocks(NamedTuple):
     seq_lengths: Sequence[int]
 
 
-class _Lists(NamedTuple):
-    """Lists of blocks; valid as long as the starts of packed sequences do not change."""
-
-    lists: tuple[Tensor, ...]
-    starts: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-
-
 class _Made(NamedTuple):
-    """A BlockMask's table, and its lists; valid as long as their source is unchanged.
+    """A BlockMask's table, and its lists; valid as long as :func:`_holds`.
 
-    lists: by sizes and the ids of the starts, which they keep alive.
+    Attributes:
+        blocks: what the table was made from.
+        versions: of the tensors of ``blocks``.
+        stream, capture: those in which it was made; see :func:`_capture`.
+        lists: by :func:`_key_of`, each with the starts, which it keeps alive.
     """
 
-    source: tuple[Tensor | None, ...]
-    state: tuple
+    blocks: Blocks
+    versions: tuple[int, ...]
+    stream: int
+    capture: int
     kinds: Tensor
-    lists: dict[tuple[int, ...], _Lists]
+    lists: dict[tuple, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
-def _keep(lists: dict[tuple[int, ...], _Lists], key: tuple[int, ...], made: _Lists) -> None:
-    if any(type(x) is not Tensor for x in (*made.lists, *made.starts)) or -1 in made.versions:
+def _key_of(sizes: tuple, starts: tuple[Tensor, ...]) -> tuple:
+    """The key of lists. It changes with the starts of packed sequences; -1 stands for changes that cannot be seen."""
+    return (*sizes, *[(id(x), _version(x)) for x in starts])
+
+
+def _version(x: Tensor | None) -> int:
+    return 0 if x is None else -1 if x.is_inference() else x._version
+
+
+def _keep(kept: dict[tuple, Any], key: tuple, lists: tuple[Tensor, ...], starts: tuple[Tensor, ...]) -> None:
+    if any(type(x) is not Tensor for x in (*lists, *starts)) or any(x.is_inference() for x in starts):
         return  # traced, or made from lengths whose changes cannot be seen
-    while len(lists) >= _MOST_LISTS:  # lengths may differ from call to call
-        lists.pop(next(iter(lists)))
-    lists[key] = made
-
-
-def _versions(starts: tuple[Tensor, ...]) -> tuple[int, ...]:
-    return tuple([-1 if x.is_inference() else x._version for x in starts])
+    while len(kept) >= _MOST_LISTS:  # lengths may differ from call to call
+        kept.pop(next(iter(kept)))
+    kept[key] = lists, starts
 
 
 _made: MutableMapping[BlockMask, _Made] = WeakKeyDictionary()
@@ -180,47 +169,41 @@ def _made_of(block_mask: BlockMask) -> _Made:
 
     They are also rebuilt on another stream, and in another capture of a CUDA graph, whose replays read the lists again.
     """
-    source = _source_of(block_mask)
-    state = _state_of(block_mask)
-    if state is None:
-        return _Made(source, (), kinds_of(block_mask), {})
     known = _made.get(block_mask)
-    if known is not None and known.state == state and all(map(operator.is_, known.source, source)):
+    if (
+        known is not None
+        and known.capture == _capture(block_mask.kv_num_blocks)
+        and _holds(known, block_mask)
+    ):
         return known
-    return remember(block_mask, kinds_of(block_mask))
+    return remember(block_mask, kinds_of(blocks_of(block_mask)))
+
+
+def _holds(made: _Made, block_mask: BlockMask) -> bool:
+    """True if neither the mask nor the stream has changed since then."""
+    blocks = made.blocks
+    if (block_mask.BLOCK_SIZE, block_mask.seq_lengths) != blocks[4:]:
+        return False
+    for name, x, version in zip(Blocks._fields, blocks, made.versions, strict=False):
+        if getattr(block_mask, name) is not x or (x is not None and x._version != version):
+            return False
+    kinds = made.kinds
+    return not kinds.is_cuda or torch._C._cuda_getCurrentRawStream(kinds.get_device()) == made.stream
 
 
 def remember(block_mask: BlockMask, kinds: Tensor) -> _Made:
-    """Keep a mask's table of kinds as long as the mask lives and its lists do not change."""
-    made = _Made(_source_of(block_mask), _state_of(block_mask) or (), kinds, {})
-    if made.state and type(kinds) is Tensor:  # not traced
+    """Keep a mask's table of kinds as long as the mask lives and its lists do not change, if changes can be seen."""
+    blocks = blocks_of(block_mask)
+    versions, capture = tuple(map(_version, blocks[:4])), _capture(blocks.kv_num_blocks)
+    made = _Made(blocks, versions, _stream(blocks.kv_num_blocks), capture or 0, kinds, {})
+    if capture is not None and -1 not in versions and type(kinds) is Tensor:  # not traced
         _made[block_mask] = made
     return made
 
 
 def blocks_of(block_mask: BlockMask) -> Blocks:
     """The blocks that a mask lists for each block of queries."""
-    return Blocks._make((*_source_of(block_mask), block_mask.BLOCK_SIZE, block_mask.seq_lengths))
-
-
-def _source_of(block_mask: BlockMask) -> tuple[Tensor | None, ...]:
-    return (
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-    )
-
-
-def _state_of(block_mask: BlockMask) -> tuple | None:
-    """The state for which a table of kinds is valid; None if changes cannot be detected."""
-    source = _source_of(block_mask)
-    capture = _capture(block_mask.kv_num_blocks)
-    if capture is None or any(x is not None and x.is_inference() for x in source):
-        return None
-    versions = tuple(None if x is None else x._version for x in source)
-    stream = _stream(block_mask.kv_num_blocks)
-    return versions, block_mask.BLOCK_SIZE, block_mask.seq_lengths, stream, capture
+    return Blocks(*[getattr(block_mask, name) for name in Blocks._fields])
 
 
 def _capture(x: Tensor | None) -> int | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import lists_blocks, user_epilogue
+from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.imports import after_import
 from cute_attn.host.memory import (
     as_strided,
@@ -164,6 +165,11 @@ class Call(NamedTuple):
         names = [name for name in SINGLE_TENSORS if name not in kept]
         found = materialized(getattr(self, name) for name in names)
         return self._replace(**dict(zip(names, found, strict=True)))
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The tensors that may have a gradient or a tangent: q, k, v, bias, sinks and those of epilogues."""
+        return (*self.values(DIFFERENTIABLE), *self.epilogue_tensors)
 
     # ---- sizes ----
 

@@ -85,8 +85,7 @@ def with_tangents(call: Call, tangents: Tangents) -> tuple[Tensor, Tensor, Tenso
 
 def _check_tangents(call: Call, tangents: Tangents) -> None:
     names = (*DIFFERENTIABLE, *(f"epilogues' tensor {i}" for i in range(len(call.epilogue_tensors))))
-    tensors = (*call.values(DIFFERENTIABLE), *call.epilogue_tensors)
-    for name, x, dot in zip(names, tensors, tangents, strict=True):
+    for name, x, dot in zip(names, call.differentiable, tangents, strict=True):
         if dot is not None and (dot.shape, dot.dtype, dot.device) != (x.shape, x.dtype, x.device):
             raise ValueError(
                 f"the tangent of {name} is {tuple(dot.shape)}, {dot.dtype} on {dot.device}; accepted: "

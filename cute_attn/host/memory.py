@@ -4,8 +4,10 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
@@ -187,12 +189,22 @@ def is_first_columns(x: Tensor, whole: Tensor) -> bool:
     )
 
 
+_Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides, and bytes of an element."""
 _MAX_TRIALS = 10_000
+"""Maximum candidates of a search for two elements that overlap; then the answer is that there are none."""
 
 
 def overlaps_itself(x: Tensor) -> bool:
     """True if two elements of ``x`` overlap, as in an expanded tensor."""
-    return _overlaps_itself(tuple(x.shape), tuple(x.stride()))
+    shape, strides, size = _layout(x)
+    return (
+        0 not in shape
+        and any(  # two whose indices first differ in dimension i
+            _overlap(strides[i] * size, (shape[i + 1 :], strides[i + 1 :], size), (later, strides[i:], size))
+            for i, later in enumerate((n - 1, *shape[i + 1 :]) for i, n in enumerate(shape))
+        )
+    )
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
@@ -202,68 +214,23 @@ def overlap(x: Tensor, y: Tensor) -> bool:
     """
     if not torch._C._is_alias_of(x, y):  # type: ignore[attr-defined]
         return False
-    layouts = tuple((tuple(a.shape), tuple(a.stride()), a.element_size()) for a in (x, y))
-    return _overlap(y.data_ptr() - x.data_ptr(), *layouts)
+    return _overlap(y.data_ptr() - x.data_ptr(), _layout(x), _layout(y))
 
 
-@functools.lru_cache(maxsize=4096)
-def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Search, for each dimension, for two elements at one address whose indices first differ in that dimension."""
-    if 0 in shape:
-        return False
-    steps = [(step, n) for n, step in zip(shape, strides, strict=True) if n > 1]
-    return any(
-        _is_sum(-first, [*((other, 1 - n, n - 1) for other, n in steps[i + 1 :]), (first, 0, size - 2)])
-        for i, (first, size) in enumerate(steps)
-    )
-
-
-_Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+def _layout(x: Tensor) -> _Layout:
+    return tuple(x.shape), tuple(x.stride()), x.element_size()
 
 
 @functools.lru_cache(maxsize=4096)
 def _overlap(distance: int, x: _Layout, y: _Layout) -> bool:
     """True if elements of the two layouts overlap. distance: bytes from x to y."""
-    if 0 in (*x[0], *y[0]):
+    arrays: Any = []
+    for address, (shape, strides, size) in ((1 << 60, x), ((1 << 60) + distance, y)):  # nothing is read there
+        steps = tuple(step * size for step in strides)
+        sizes = tuple(n if step else min(n, 1) for n, step in zip(shape, strides, strict=True))
+        described = {"data": (address, True), "shape": sizes, "strides": steps, "typestr": f"|V{size}"}
+        arrays.append(np.asarray(SimpleNamespace(__array_interface__=described | {"version": 3})))
+    try:
+        return np.shares_memory(arrays[0], arrays[1], max_work=_MAX_TRIALS)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
         return False
-    terms = [(1, 1 - y[2], x[2] - 1)]  # a byte of an element of x, less one of an element of y
-    for sign, (shape, strides, size) in ((1, x), (-1, y)):
-        for n, step in zip(shape, strides, strict=True):
-            terms.append((step * size, 0, n - 1) if sign == 1 else (step * size, 1 - n, 0))
-    return _is_sum(distance, terms)
-
-
-def _is_sum(total: int, terms: Iterable[tuple[int, int, int]]) -> bool:
-    """True if ``total`` is a sum of steps, each taken a number of times within its bounds.
-
-    terms: (step, least times, most times), steps of 0 or more. The search tries the largest steps first: for typical
-    tensors at most two counts of each step leave a remainder that smaller steps can reach. After ``_MAX_TRIALS`` trials
-    the result is False.
-    """
-    bounds: dict[int, tuple[int, int]] = {}
-    for step, low, high in terms:
-        before = bounds.get(step, (0, 0))
-        bounds[step] = (before[0] + low, before[1] + high)
-    steps = sorted((step for step in bounds if step), reverse=True)
-    reach = [(0, 0)]  # reach of the steps behind each, from the last one on
-    for step in reversed(steps):
-        low, high = (times * step + rest for times, rest in zip(bounds[step], reach[-1], strict=True))
-        reach.append((low, high))
-    reach.reverse()
-    trials = 0
-
-    def search(rest: int, i: int) -> bool:
-        nonlocal trials
-        if i == len(steps):
-            return rest == 0
-        step, (least, most) = steps[i], reach[i + 1]
-        low, high = bounds[step]
-        for times in range(max(low, -((most - rest) // step)), min(high, (rest - least) // step) + 1):
-            trials += 1
-            if trials > _MAX_TRIALS:
-                return False
-            if search(rest - times * step, i + 1):
-                return True
-        return False
-
-    return search(total, 0)

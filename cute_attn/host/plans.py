@@ -33,6 +33,9 @@ _MOST_GUARDS = 8
 
 Tables = Callable[[], Tensors | None]
 """A function that returns the tensors made from a BlockMask's blocks, or None if there are none or they are stale."""
+Read = tuple[tuple, Tables | None]
+"""The functions from which a call's epilogues are traced, each of which may be None, and tables of its BlockMask."""
+NOTHING: Read = ((), None)
 
 
 def no_dispatch_mode() -> bool:
@@ -72,62 +75,43 @@ class Options:
         return self is other or (isinstance(other, Options) and self.values == other.values)
 
 
-Brought = tuple[tuple, tuple, "Tables | None"]
-"""A key component, followed by the functions and tables that :func:`find` takes."""
+def read_by(
+    functions: tuple[Any, Any, Any], sizes: tuple, starts: Tensors = (), epilogues: Any = ()
+) -> tuple[tuple, Tensors, Read] | None:
+    """A key component and tensors of a call with functions or named epilogues, and what :func:`find` takes of them.
 
+    Returns None if an epilogue is a user's class, which may do anything.
 
-def brought(score_mod: Any, mask_mod: Any, block_mask: Any, sizes: tuple, starts: Tensors = ()) -> Brought:
-    """A key component, the functions and the tables of a call, for :func:`find`.
-
-    sizes: batch, queries, heads, keys and kv heads. starts: cu_seqlens of packed sequences with a BlockMask.
+    Args:
+        functions: score_mod, mask_mod and block_mask.
+        sizes: batch, queries, heads, keys and kv heads; with a BlockMask those of :class:`.block_masks.Packed`.
+        starts: cu_seqlens of packed sequences with a BlockMask.
+        epilogues: the call's named epilogues.
     """
+    score_mod, mask_mod, block_mask = functions
     # A number takes torch's default dtype where it meets an integer; a captured tensor's gradient repeats in no order.
-    key = (
+    key: tuple[Any, ...] = (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         id(getattr(score_mod, "__code__", None)),
         id(getattr(mask_mod, "__code__", None)),
         *sizes,  # guards of functions take longer than others: few of each key
     )
-    if block_mask is None:
-        return key, (score_mod, mask_mod), None
-    size, lengths = getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None)
-    tables = functools.partial(block_masks.tables_of, block_mask, sizes, starts)
-    return (*key, size, lengths), (score_mod, mask_mod, getattr(block_mask, "mask_mod", None)), tables
-
-
-def read_by(
-    given: tuple,
-    at: int,
-    functions: tuple[Any, Any, Any],
-    q: Tensor,
-    k: Any,
-    packed: tuple[Tensors, tuple] | None = None,
-) -> "tuple[Hashable, tuple[Tensor, ...], tuple, Tables | None] | None":
-    """Key, tensors, functions and tables of a call with functions or named epilogues, for :func:`find`.
-
-    Returns None if an epilogue is a user's class, which may do anything.
-
-    Args:
-        functions: score_mod, mask_mod and block_mask.
-        given: the call's arguments other than tensors; ``given[at]`` is its epilogues.
-        packed: with a BlockMask, the starts and sizes for its tables, if not those of batches; for a cache its shapes.
-    """
-    sizes = (*q.shape[:3], *k.shape[1:3]) if isinstance(k, Tensor) else ()
-    starts: Tensors = ()
-    if packed is not None:
-        starts, sizes = packed
-    key, read, tables = brought(*functions, sizes, starts)
-    own: tuple[Tensor, ...] = ()
-    if type(given[at]) is not tuple or given[at]:
-        names, own, numbers = pack_epilogues(given[at])
+    own: Tensors = ()
+    read: tuple[Any, ...] = (score_mod, mask_mod)
+    tables: Tables | None = None
+    if block_mask is not None:
+        key += (getattr(block_mask, "BLOCK_SIZE", None), getattr(block_mask, "seq_lengths", None))
+        read += (getattr(block_mask, "mask_mod", None),)
+        tables = functools.partial(block_masks.tables_of, block_mask, sizes, starts)
+    if type(epilogues) is not tuple or epilogues:
+        names, own, numbers = pack_epilogues(epilogues)
         registered = registered_functions([name.partition(":")[0] for name in names])
         if registered is None:
             return None
         key += (names, numbers, tuple(map(id, registered)))
         read += tuple(function for one in registered for function in one.functions)
-    plain = (*given[:at], (), *given[at + 1 :])
-    return (plain, key), own, read, tables
+    return key, own, (read, tables)
 
 
 STORES = ("_plans", "_records", "_guarded", "_kept")
@@ -163,19 +147,15 @@ _kept: dict[tuple[Any, ...], tuple] = {}
 """Objects kept alive because keys of ``_records`` contain their ids."""
 
 
-def find(
-    key: Hashable, tensors: Tensors, functions: tuple = (), tables: Tables | None = None
-) -> tuple[Record, Tensors] | None:
+def find(key: Hashable, tensors: Tensors, read: Read = NOTHING) -> tuple[Record, Tensors] | None:
     """The record of an earlier call with this key and metadata, and the tensors to run it with; or None.
 
     Also None for arguments of wrong types, within a recording, and where something observes or transforms operators.
     Only plain tensors (:func:`cute_attn.host.memory.all_plain`) have records.
 
-    Args:
-        key: the arguments as given, except for tensors and functions.
-        functions: the functions from which the call's epilogues are traced; each may be None.
-        tables: tables of a BlockMask among the arguments.
+    key: the arguments as given, except for tensors and functions.
     """
+    functions, tables = read
     if not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
         return None
     try:
@@ -187,10 +167,10 @@ def find(
         for known in guarded:
             given = tensors
             if known.reads:
-                read = _read(known.reads, functions)
-                if read is None:
+                own = _read(known.reads, functions)
+                if own is None:
                     continue
-                given = (*tensors, *read)
+                given = (*tensors, *own)
             if known.tables:
                 made = tables()  # type: ignore[misc]
                 if made is None:
@@ -228,25 +208,17 @@ def _read(steps: tuple[Step, ...], functions: tuple) -> list[Tensor] | None:
     return found
 
 
-def repeat(
-    key: Hashable,
-    tensors: Tensors,
-    call: Callable[[], Any],
-    functions: tuple = (),
-    tables: Tables | None = None,
-) -> Any:
+def repeat(key: Hashable, tensors: Tensors, call: Callable[[], Any], read: Read = NOTHING) -> Any:
     """The results of a call without gradients, from the record of an earlier call or from :func:`recorded`.
 
-    A call with gradients is not recorded here: ``call`` makes it. Arguments: see :func:`recorded`.
+    A call with gradients is not recorded here: ``call`` makes it.
     """
-    known, gradients = find(key, tensors, functions, tables), torch.is_grad_enabled()
+    known = find(key, tensors, read)
     if known is not None:
         record, given = known
-        found = record.run(given) if record.constant or not gradients else None
+        found = record.run(given) if record.constant or not torch.is_grad_enabled() else None
         return call() if found is None else found
-    if gradients and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
-        return call()
-    return recorded(key, tensors, call, functions, tables)
+    return call() if _requires_grad(tensors) else recorded(key, tensors, call, read)
 
 
 def may_repeat(options: tuple, q: Any) -> bool:
@@ -271,17 +243,9 @@ def may_repeat(options: tuple, q: Any) -> bool:
 _PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
-def recorded(
-    key: Hashable,
-    tensors: Tensors,
-    call: Callable[[], Any],
-    functions: tuple = (),
-    tables: Tables | None = None,
-) -> Any:
-    """The results of a call that :func:`find` does not know. The second such call is recorded for later ones.
-
-    Arguments: see :func:`find`; ``call`` makes the call.
-    """
+def recorded(key: Hashable, tensors: Tensors, call: Callable[[], Any], read: Read = NOTHING) -> Any:
+    """The results of a call that :func:`find` does not know. The second such call is recorded for later ones."""
+    functions, tables = read
     on_gpu = len(tensors) > 0 and type(tensors[0]) in (Tensor, torch.nn.Parameter) and tensors[0].is_cuda
     if not on_gpu or not no_dispatch_mode() or thread.recording is not None or forward_ad._current_level >= 0:
         return call()
@@ -333,7 +297,7 @@ def of_operator(name: Hashable, arguments: Sequence[Any], call: Callable[[], Any
             others.append(tuple(x) if type(x) is list else x)
     key, given = (name, *others, torch.are_deterministic_algorithms_enabled()), tuple(tensors)
     known = find(key, given)
-    found = None if known is None else known[0].run(known[1])
+    found = None if known is None else known[0].run(given)
     return recorded(key, given, call) if found is None else found
 
 
@@ -466,7 +430,7 @@ def _requires_grad(tensors: Tensors) -> tuple[bool, ...]:
     """Whether each tensor requires a gradient; () if none does or gradients are disabled."""
     if not torch.is_grad_enabled():
         return ()
-    found = tuple([x is not None and x.requires_grad for x in tensors])
+    found = tuple([isinstance(x, Tensor) and x.requires_grad for x in tensors])
     return found if True in found else ()
 
 

@@ -453,8 +453,8 @@ class Record:
         if self.device != memory.current_device():
             with memory.on_device(self.device):
                 return self.run(tensors)
-        sources = [tensors[i] for i in self.tensors]
-        starts = [x.data_ptr() for x in sources]
+        sources = list(map(tensors.__getitem__, self.tensors))
+        starts = list(map(Tensor.data_ptr, sources))
         unaligned = 0
         for i in self.aligned:
             unaligned |= starts[i]

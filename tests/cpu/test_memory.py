@@ -64,8 +64,13 @@ def test_parts_of_one_tensor_whose_rows_alternate_do_not_overlap():
 
 
 def test_a_search_without_an_end_finds_nothing(monkeypatch):
-    monkeypatch.setattr(memory, "_MAX_TRIALS", 3)
-    assert not memory._is_sum(10**6 + 1, [(6, 0, 10**6), (4, 0, 10**6)])
+    x = torch.zeros(4000).as_strided((20, 20, 20), (7, 11, 13))
+    y = x.as_strided((20, 20, 20), (8, 12, 14), 1)
+    assert overlap(x, y)
+    monkeypatch.setattr(memory, "_MAX_TRIALS", 1)
+    memory._overlap.cache_clear()
+    assert not overlap(x, y)
+    memory._overlap.cache_clear()
 
 
 @pytest.mark.parametrize("name", LAZY)

@@ -198,7 +198,7 @@ def test_what_functions_read_is_compared():
             record.launch(fill, out, function(1.0, 0, 0, 0, 0).item())
             return out
 
-        return plans.repeat(KEY, call, run, (function,)).item()
+        return plans.repeat(KEY, call, run, ((function,), None)).item()
 
     for _ in range(3):
         attend(made(2.0, torch.tensor([5.0])))

@@ -19,7 +19,7 @@ from cute_attn import sdpa
 from cute_attn.host import doors
 from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
-from cute_attn.sdpa import operators, overrides, repeated
+from cute_attn.sdpa import operators, overrides
 from tests import processes
 from tests.cpu.test_sdpa_plans import Launchers
 
@@ -50,7 +50,7 @@ class Function:
 
     def __init__(self, monkeypatch):
         self.calls, self.launchers = 0, Launchers(monkeypatch, prepared=True)
-        self.run = repeated.override(self.stock, SERVING)
+        self.run = overrides.repeating(self.stock, SERVING)
 
     def stock(
         self, keyset, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
@@ -192,7 +192,7 @@ def test_a_call_that_began_before_the_end_is_finished(active, function):
     """Another thread may end it between two steps of a call."""
     function(*inputs())
     stock = function.stock
-    function.run = repeated.override(lambda *a, **k: active.remove() or stock(*a, **k), SERVING)
+    function.run = overrides.repeating(lambda *a, **k: active.remove() or stock(*a, **k), SERVING)
     assert function.check(*inputs()) and SERVING() is None
 
 

@@ -23,6 +23,7 @@ from cute_attn import (
     sdpa,
     transformers,
 )
+from cute_attn.flash_attn import flash_attn_3
 from cute_attn.host.activation import Options
 from tests import machine
 
@@ -74,29 +75,31 @@ def appending(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor,
 
 
 WAYS = {
-    "attention": (8, 3, 3, lambda: attention(Q, K, V, causal=True)),
-    "attention with a bias": (8, 3, 3, lambda: attention(Q, K, V, causal=True, bias=BIAS)),
-    "attention, recorded by autograd": (11, 4, 4, lambda: attention(*LEARNT, causal=True)),
-    "attention and its gradients": (20, 7, 4, lambda: grad(attention(*LEARNT, causal=True), LEARNT, GRAD)),
-    "attention_varlen": (12, 3, 3, lambda: attention_varlen(*PACKED, causal=True)),
-    "attention with a score_mod": (11, 3, 3, lambda: attention(Q, K, V, score_mod=halved)),
+    "attention": (6, 3, 3, lambda: attention(Q, K, V, causal=True)),
+    "attention with a bias": (6, 3, 3, lambda: attention(Q, K, V, causal=True, bias=BIAS)),
+    "attention, recorded by autograd": (9, 4, 4, lambda: attention(*LEARNT, causal=True)),
+    "attention and its gradients": (16, 7, 4, lambda: grad(attention(*LEARNT, causal=True), LEARNT, GRAD)),
+    "attention_varlen": (10, 3, 3, lambda: attention_varlen(*PACKED, causal=True)),
+    "attention with a score_mod": (8, 3, 3, lambda: attention(Q, K, V, score_mod=halved)),
     "attention with a score_mod and its gradients": (
-        *(34, 7, 4), lambda: grad(attention(*LEARNT, score_mod=distances), [*LEARNT, TABLE], GRAD)
+        *(29, 7, 4), lambda: grad(attention(*LEARNT, score_mod=distances), [*LEARNT, TABLE], GRAD)
     ),
-    "attention with a BlockMask": (12, 4, 4, lambda: attention(Q, K, V, block_mask=MASK)),
-    "attention_with_kvcache": (8, 3, 3, lambda: cached(attention_with_kvcache)),
-    "attention_with_kvcache with a bias": (11, 4, 4, lambda: cached(attention_with_kvcache, bias=LONG_BIAS)),
-    "attention_with_kvcache with a BlockMask": (12, 4, 4, lambda: cached(attention_with_kvcache, block_mask=LONG_MASK)),
-    "attention_with_kvcache, appending": (11, 3, 3, lambda: cached(appending, *NEW)),
-    "PyTorch's flash operator": (9, 3, 3, lambda: flash(*VIEWS)),
-    "PyTorch's flash operator and its gradients": (18, 6, 3, lambda: grad(flash(*FIRST), FIRST, GRAD.transpose(1, 2))),
-    "flash_attn_func": (10, 3, 3, lambda: flash_attn.flash_attn_func(Q, K, V, causal=True)),
-    "flash_attn_with_kvcache, appending": (12, 3, 3, lambda: cached(flash_attn.flash_attn_with_kvcache, *NEW)),
-    "transformers' attention": (11, 3, 3, lambda: transformers.attention_forward(LAYER, *VIEWS, None)),
-    "flex_attention with a score_mod": (10, 3, 3, lambda: flex.flex_attention(*VIEWS, score_mod=halved)),
-    "flex_attention with a BlockMask": (11, 4, 4, lambda: flex.flex_attention(*VIEWS, block_mask=MASK)),
+    "attention with a BlockMask": (10, 4, 4, lambda: attention(Q, K, V, block_mask=MASK)),
+    "attention_with_kvcache": (6, 3, 3, lambda: cached(attention_with_kvcache)),
+    "attention_with_kvcache with a bias": (9, 4, 4, lambda: cached(attention_with_kvcache, bias=LONG_BIAS)),
+    "attention_with_kvcache with a BlockMask": (10, 4, 4, lambda: cached(attention_with_kvcache, block_mask=LONG_MASK)),
+    "attention_with_kvcache, appending": (9, 3, 3, lambda: cached(appending, *NEW)),
+    "PyTorch's flash operator": (7, 3, 3, lambda: flash(*VIEWS)),
+    "PyTorch's flash operator and its gradients": (14, 6, 3, lambda: grad(flash(*FIRST), FIRST, GRAD.transpose(1, 2))),
+    "flash_attn_func": (7, 3, 3, lambda: flash_attn.flash_attn_func(Q, K, V, causal=True)),
+    "flash_attn_with_kvcache, appending": (10, 3, 3, lambda: cached(flash_attn.flash_attn_with_kvcache, *NEW)),
+    "flash_attn_3's flash_attn_func": (7, 3, 3, lambda: flash_attn_3.flash_attn_func(Q, K, V, return_attn_probs=True)),
+    "flash_attn_3's flash_attn_with_kvcache": (9, 3, 3, lambda: cached(flash_attn_3.flash_attn_with_kvcache)),
+    "transformers' attention": (9, 3, 3, lambda: transformers.attention_forward(LAYER, *VIEWS, None)),
+    "flex_attention with a score_mod": (8, 3, 3, lambda: flex.flex_attention(*VIEWS, score_mod=halved)),
+    "flex_attention with a BlockMask": (10, 4, 4, lambda: flex.flex_attention(*VIEWS, block_mask=MASK)),
     "flex_attention of heads before rows in memory": (
-        *(15, 3, 3), lambda: flex.flex_attention(*HEADS_FIRST, score_mod=halved)
+        *(13, 3, 3), lambda: flex.flex_attention(*HEADS_FIRST, score_mod=halved)
     ),
 }  # fmt: skip
 """Functions, stays and files; a call. Wanted without gradients: at most 5 stays in 4 files."""

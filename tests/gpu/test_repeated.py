@@ -17,6 +17,7 @@ from cute_attn import (
     score_mod,
     sdpa,
 )
+from cute_attn.flash_attn import flash_attn_3
 from cute_attn.host import plans
 from cute_attn.host.record import Record
 from tests.gpu.compare import int32, randn
@@ -245,6 +246,10 @@ CALLS = {
         True,
     ),
     "flash, cache": (by_flash_with_cache, True),
+    "flash 3, lse": (
+        lambda seed: flash_attn_3.flash_attn_func(*rows(seed), causal=True, return_attn_probs=True),
+        True,
+    ),
     "cache": (cached(), True),
     "cache, several queries": (cached(queries=5), True),
     "cache in parts": (cached(num_splits=3), True),
