@@ -7,9 +7,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32
 
-from cute_attn.device.band import Band
 from cute_attn.device.math import LOG2_E
-from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
+from cute_attn.device.score_tile import Band, ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.alibi import Alibi
 from cute_attn.epilogues.base import Epilogue
@@ -23,8 +22,7 @@ from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
 from cute_attn.epilogues.tree import Tree
 from cute_attn.traits import Traits
-from cute_attn.work.block_lists import divides
-from cute_attn.work.block_range import BlockRange
+from cute_attn.work.block_range import BlockRange, divides
 
 
 @cute.jit
