@@ -34,7 +34,8 @@ GradientBuffers = namedtuple("GradientBuffers", "products grad_p lse_log2 minus_
 Buffers = namedtuple("Buffers", "products values scores signs p visits out lse")
 """The tensors of an emulated forward. signs: -1 for visible elements that dropout drops."""
 DualBuffers = namedtuple(
-    "DualBuffers", (*Buffers._fields, "products_dot", "values_dot", "dots", "out_dot", "lse_dot")
+    "DualBuffers",
+    "products values scores signs p visits out lse products_dot values_dot dots out_dot lse_dot",
 )
 """``Buffers`` with tangents. dots: tangents of scores, then P (S_dot - center)."""
 
