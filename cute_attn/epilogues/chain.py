@@ -96,10 +96,10 @@ class EpilogueChain:
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         sinks = Sinks(traits.sinks, traits.sinks_tangent) if traits.sinks else None
         listed = any(m.lists_blocks for m in modifiers)
-        alone = not (traits.mask or traits.seqused_q or traits.seqused_k)
         in_order = traits.op == "kvcache"
-        if in_order:  # of a list in order, bounds leave a range; but leftpad moves keys against blocks
-            alone = traits.split in ("", "fixed") and not traits.leftpad
+        alone = not (traits.mask or traits.seqused_q or traits.seqused_k)
+        # Of a list in order, bounds leave a range; but leftpad moves keys against blocks.
+        alone = traits.split in ("", "fixed") and not traits.leftpad if in_order else alone
         visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]
