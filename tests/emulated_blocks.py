@@ -9,9 +9,8 @@ from cute_attn.epilogues.functions.blocks import MaskState, kept_type
 from cute_attn.epilogues.functions.epilogue import as_kernels_read
 from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.kernels.block_kinds import BlockKinds
-from cute_attn.kernels.block_lists import BlockCounts, ListBlocks
-from cute_attn.kernels.block_visits import BlockSizes, ListVisits
-from cute_attn.tiles.blocks import BlockKindsTile, BlockListsTile
+from cute_attn.kernels.block_lists import BlockCounts, BlockSizes, ListBlocks, ListVisits
+from cute_attn.tiles.helpers import BlockKindsTile, BlockListsTile
 from cute_attn.traits import LISTED_ROWS, Traits
 from layouts.model import no_arguments
 

@@ -27,9 +27,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 import layouts
 from cute_attn.compiler.registry import register
+from cute_attn.device.gemm import start_gemm
 from cute_attn.device.math import LOG2_E, convert_to_16_bits
 from cute_attn.device.pipeline import WARPGROUP, Accessed, PingPong, Pipeline
-from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.rows.tma import TmaTiles
 from tour.common import Tiled, TourTile

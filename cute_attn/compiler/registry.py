@@ -37,8 +37,8 @@ from cute_attn.traits import (
 _OWN = {
     ("forward", "sm80", ""): "forward_sm80.ForwardSm80",
     ("forward", "sm90", ""): "forward_sm90.ForwardSm90",
-    ("jvp", "sm80", ""): "jvp_sm80.JvpSm80",
-    ("jvp", "sm90", ""): "jvp_sm90.JvpSm90",
+    ("jvp", "sm80", ""): "jvp_sm80.kernel.JvpSm80",
+    ("jvp", "sm90", ""): "jvp_sm90.kernel.JvpSm90",
     ("backward", "sm80", ""): "backward_sm80.kernel.BackwardSm80",
     ("backward", "sm90", ""): "backward_sm90.kernel.BackwardSm90",
     ("backward_convert", "sm80", ""): "backward_convert.BackwardConvert",
@@ -47,8 +47,8 @@ _OWN = {
     ("backward_preprocess", "sm90", ""): "backward_preprocess.BackwardPreprocess",
     ("append", "sm80", ""): "append_kv.AppendKv",
     ("append", "sm90", ""): "append_kv.AppendKv",
-    ("kvcache", "sm80", ""): "kvcache_sm80.KvcacheSm80",
-    ("kvcache", "sm90", ""): "kvcache_sm90.KvcacheSm90",
+    ("kvcache", "sm80", ""): "kvcache_sm80.kernel.KvcacheSm80",
+    ("kvcache", "sm90", ""): "kvcache_sm90.kernel.KvcacheSm90",
     ("combine", "sm80", ""): "combine.Combine",
     ("combine", "sm90", ""): "combine.Combine",
     ("combine_stream_k", "sm80", ""): "combine.CombineStreamK",
@@ -58,15 +58,15 @@ _OWN = {
     **{(op, "sm80", ""): "pad_rows.PadRows" for op in PADDED_TENSORS},
     ("block_kinds", "sm80", ""): "block_kinds.BlockKinds",
     ("block_lists", "sm80", ""): "block_lists.ListBlocks",
-    ("block_visits", "sm80", ""): "block_visits.ListVisits",
-    ("forward", "sm80", "terms"): "fp32_sm80.ForwardTerms",
-    ("forward", "sm80", "fallback"): "fp32_sm80.ForwardFallback",
+    ("block_visits", "sm80", ""): "block_lists.ListVisits",
+    ("forward", "sm80", "terms"): "fp32_sm80.kernel.ForwardTerms",
+    ("forward", "sm80", "fallback"): "fp32_sm80.kernel.ForwardFallback",
 }
 """The package's kernels, by module and class."""
 
 _LARGE = {
-    ("forward", "sm90"): "head_dim_512_sm90.ForwardLargeSm90",
-    ("kvcache", "sm90"): "kvcache_512_sm90.KvcacheLargeSm90",
+    ("forward", "sm90"): "head_dim_512_sm90.kernel.ForwardLargeSm90",
+    ("kvcache", "sm90"): "kvcache_512_sm90.kernel.KvcacheLargeSm90",
 }
 """(op, arch) -> the kernel that replaces the one in ``_OWN`` for head dims above ``LARGE_HEAD_DIM``."""
 
@@ -353,3 +353,35 @@ _FEATURES = """
 def _columns(op: str, head_dim: int) -> int:
     """The head dim of V for a head dim of Q and K: kernels with tangents support at most 128."""
     return min(head_dim, 128) if op == "jvp" else head_dim
+
+
+HOW = frozenset(
+    (
+        *("smem_layout", "bias_layout", "values_layout", "probabilities_layout", "gradient_layout"),
+        *(f"layout_{name}" for name in ("k", "v", "q", "do", "ds", "bias")),
+        *("gmem_load", "gmem_store", "gmem_copy", "store_copy", "scores_store", "gradient_store"),
+        *("tiled_mma", "mma_qk", "mma_pv", "mma_sdp", "mma_scores", "mma_dkv", "mma_dq"),
+        *("swizzle_bits", "unroll", "step_content", "supports", "default_tile", "for_lengths"),
+        *("tile_for", "beside"),
+    )
+)
+"""Methods of kernels that decide how a result is computed, but do not change the result."""
+
+
+def changes_the_result(kernel: type) -> str | None:
+    """Text that says why a class may change its kernel's results, or None.
+
+    Methods with new names do not count, since the package does not call them.
+    """
+    bases = [base for base in kernel.__mro__ if _is_ours(base)]
+    if not bases:
+        return f"{kernel.__qualname__} extends no kernel of the package"
+    # Methods that every dataclass has do not count.
+    own = (name for base in kernel.__mro__[:-1] if not _is_ours(base) for name in vars(base))
+    called = [name for name in dict.fromkeys(own) if name == "__call__" or not name.startswith("__")]
+    changed = [name for name in called if hasattr(bases[0], name) and name not in HOW]
+    return f"{kernel.__qualname__} overrides {', '.join(changed)}" if changed else None
+
+
+def _is_ours(base: Any) -> bool:
+    return base.__module__.startswith("cute_attn.")

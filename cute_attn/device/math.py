@@ -197,3 +197,17 @@ def convert_to_16_bits(wide: cute.Tensor, target: cute.Tensor) -> None:
         source, result = cute.make_tensor(wide.iterator, vectors), cute.make_tensor(target.iterator, vectors)
         for i in cutlass.range_constexpr(size // some):
             result[None, i].store(source[None, i].load().to(target.element_type))
+
+
+@cute.jit
+def converted(wide: cute.Tensor, dtype: Any) -> cute.Tensor:
+    """An fp32 fragment converted to ``dtype``, 16 bits, with the same layout.
+
+    The optimization barrier keeps pairs together: elements used one by one would be converted one by one, more slowly.
+    """
+    fragment = cute.make_rmem_tensor_like(wide, dtype)
+    convert_to_16_bits(wide, fragment)
+    pairs = cute.recast_tensor(fragment, Int32)
+    for i in cutlass.range_constexpr(cute.size(pairs)):
+        pairs[i] = optimization_barrier(pairs[i])
+    return fragment

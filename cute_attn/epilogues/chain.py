@@ -7,9 +7,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32
 
-from cute_attn.device.band import Band
 from cute_attn.device.math import LOG2_E
-from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
+from cute_attn.device.score_tile import Band, ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.alibi import Alibi
 from cute_attn.epilogues.base import Epilogue
@@ -23,8 +22,7 @@ from cute_attn.epilogues.sinks import Sinks
 from cute_attn.epilogues.softcap import Softcap
 from cute_attn.epilogues.tree import Tree
 from cute_attn.traits import Traits
-from cute_attn.work.block_lists import divides
-from cute_attn.work.block_range import BlockRange
+from cute_attn.work.block_range import BlockRange, divides
 
 
 @cute.jit
@@ -98,10 +96,10 @@ class EpilogueChain:
         dropout = Dropout(traits.dropout, traits.varlen) if traits.dropout else None
         sinks = Sinks(traits.sinks, traits.sinks_tangent) if traits.sinks else None
         listed = any(m.lists_blocks for m in modifiers)
-        alone = not (traits.mask or traits.seqused_q or traits.seqused_k)
         in_order = traits.op == "kvcache"
-        if in_order:  # of a list in order, bounds leave a range; but leftpad moves keys against blocks
-            alone = traits.split in ("", "fixed") and not traits.leftpad
+        alone = not (traits.mask or traits.seqused_q or traits.seqused_k)
+        # Of a list in order, bounds leave a range; but leftpad moves keys against blocks.
+        alone = traits.split in ("", "fixed") and not traits.leftpad if in_order else alone
         visits = listed and alone and tile is not None and divides(tile)
         if visits:
             modifiers = [m.visiting() if m.lists_blocks else m for m in modifiers]

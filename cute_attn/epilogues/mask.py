@@ -7,9 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_attn.device.band import Band
 from cute_attn.device.math import rematerialize
-from cute_attn.device.score_tile import ScoreContext, ScoreTile
+from cute_attn.device.score_tile import Band, ScoreContext, ScoreTile
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.traits import Traits

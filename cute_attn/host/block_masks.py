@@ -249,7 +249,7 @@ def block_lists(
 ) -> tuple[Tensor, ...]:
     """Counts and blocks of the key blocks of each query block, then those of the query blocks of each key block.
 
-    The layout is that of :class:`cute_attn.work.block_lists.BlockLists`. sizes: batch, queries, heads, keys and kv
+    The layout is that of :class:`cute_attn.work.block_range.BlockLists`. sizes: batch, queries, heads, keys and kv
     heads; then 1 for a cache. starts: cu_seqlens of packed sequences; the sizes are then those of the longest.
     """
     return for_each(shared_lists(kinds, block_size, *sizes, starts=starts), *sizes)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cute_attn.compiler import registry
-from cute_attn.compiler.variants import changes_the_result
+from cute_attn.compiler.registry import changes_the_result
 from cute_attn.epilogues.names import TRACED, user_epilogue
 from cute_attn.host.call import Call
 from cute_attn.host.memory import ALIGNMENT_BYTES, is_aligned

@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
+from cute_attn.epilogues.functions.blocks import Predicate, predicate_of
 from cute_attn.epilogues.functions.definition import evaluate
 from cute_attn.epilogues.functions.known import epilogue_of
-from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
 from cute_attn.epilogues.functions.trace import Trace, as_kernels_read, trace
 from cute_attn.host import memory, record
 from cute_attn.host.block_masks import remember

@@ -27,7 +27,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.math import convert_to_16_bits
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond, more_than
+from cute_attn.kernels.base import beyond, more_than
 from cute_attn.rows.new_rows import Angles, NewKeys, NewRow, Queries, number_of_rows
 from cute_attn.tiles.inference import AppendTile
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits

@@ -23,8 +23,8 @@ import layouts
 from cute_attn.device.seqlen import Seqlens, existing_rows, padded_row0, sequence
 from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels import fakes
+from cute_attn.kernels.base import beyond, more_than
 from cute_attn.kernels.copies import Copies, Part, SmemLayout
-from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.outputs.accumulate import load_fragment
 from cute_attn.tiles import padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, PART_FIELDS, Traits

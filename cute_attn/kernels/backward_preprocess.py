@@ -26,8 +26,8 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cute_attn.device.math import LOG2_E, clamped
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, padded_row0, sequence, workspace_rows
 from cute_attn.kernels import fakes
+from cute_attn.kernels.base import beyond, more_than
 from cute_attn.kernels.dq_order import accumulator_rows
-from cute_attn.kernels.limits import beyond, more_than
 from cute_attn.tiles import BackwardPreprocessTile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, PART_FIELDS, Traits
 

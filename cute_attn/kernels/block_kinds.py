@@ -23,13 +23,19 @@ import cutlass
 from cutlass import Boolean, Constexpr, Int32, Int64, Uint8, cute, memory
 
 from cute_attn.device import warp
-from cute_attn.epilogues.functions.blocks import BlockPredicate, Extremes, MaskState, kept_type
+from cute_attn.epilogues.functions.blocks import (
+    BlockPredicate,
+    Extremes,
+    MaskState,
+    Predicate,
+    kept_type,
+    predicate_of,
+)
 from cute_attn.epilogues.functions.device_operations import Interval
 from cute_attn.epilogues.functions.graph import Graph
-from cute_attn.epilogues.functions.predicate import Predicate, predicate_of
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.kernels import fakes
-from cute_attn.tiles.blocks import BlockKindsTile
+from cute_attn.tiles.helpers import BlockKindsTile
 from cute_attn.traits import BLOCK_OPS, FULL, LISTED_ROWS, PARTIAL, Traits
 
 _STRIDE = 37

@@ -30,11 +30,17 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, product
-from cute_attn.device.row_places import RowPlaces
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block, warm_lengths
+from cute_attn.device.seqlen import (
+    RowPlaces,
+    SeqlenInfo,
+    Seqlens,
+    first_block,
+    sequence_of_block,
+    warm_lengths,
+)
 from cute_attn.epilogues.mask import Mask
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond, more_than
+from cute_attn.kernels.base import beyond, more_than
 from cute_attn.outputs.fold import RowSums, added, normalized, with_sink
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile, partial_columns
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM_V, Traits

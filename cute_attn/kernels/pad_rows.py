@@ -27,10 +27,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Int32, Int64, Uint32, cute
 
-from cute_attn.device.row_places import RowPlaces
+from cute_attn.device.seqlen import RowPlaces
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond, more_than
-from cute_attn.tiles.pad_rows import PadRowsTile
+from cute_attn.kernels.base import beyond, more_than
+from cute_attn.tiles.helpers import PadRowsTile
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, PADDED_TENSORS, Traits, aligned_head_dim
 
 

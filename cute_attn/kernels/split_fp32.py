@@ -27,13 +27,23 @@ import cutlass
 from cutlass import Constexpr, Float16, Float32, Int32, Int64, cute, memory
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_attn.device.row_places import RowPlaces
-from cute_attn.device.split_rows import LANES, VECTOR, load_row
-from cute_attn.device.terms import NO_ROW, fits, magnitude, power_of_two, products_fit, scale_exponent, split
+from cute_attn.device.seqlen import RowPlaces
+from cute_attn.device.terms import (
+    LANES,
+    NO_ROW,
+    VECTOR,
+    fits,
+    load_row,
+    magnitude,
+    power_of_two,
+    products_fit,
+    scale_exponent,
+    split,
+)
 from cute_attn.kernels import fakes
-from cute_attn.kernels.limits import beyond, more_than
+from cute_attn.kernels.base import beyond, more_than
 from cute_attn.tiles import padded
-from cute_attn.tiles.split_fp32 import SplitFp32Tile
+from cute_attn.tiles.helpers import SplitFp32Tile
 from cute_attn.traits import MAX_HEAD_DIM, MEASURED_TENSORS, SPLIT_TENSORS, Traits, head_dim_multiple
 
 

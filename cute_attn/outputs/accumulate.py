@@ -12,13 +12,19 @@ of shared memory. :func:`stage_fragment` copies them to shared memory instead, a
 one asynchronous bulk reduction. :func:`send_fragment` stores them to shared memory of another CTA of the cluster.
 """
 
-from cutlass import Float32, Int32, cute
+from dataclasses import dataclass
+
+from cutlass import Boolean, Constexpr, Float32, Int32, cute
 
 from cute_attn.device.math import on_device
+from cute_attn.device.pipeline import Pipeline
+from cute_attn.work.block_range import BlockRange
 
 WARP = 32
 VECTORS = (1, 2, 4)
 """Numbers of floats that one reduction can add: 1 on all targets, 2 and 4 (red.global.add.v2/.v4.f32) from sm90 on."""
+SENT = 4
+"""Number of floats that one asynchronous store sends to a peer."""
 
 
 def add_fragment(acc: cute.Tensor, base: cute.Pointer, thread: Int32, vector: int) -> None:
@@ -109,3 +115,114 @@ def _reduce(first: cute.Pointer, offset: int, values: list[Float32]) -> None:
         f"red.relaxed.gpu.global.add.{kind} [{{$r0}} + {4 * offset}], {operands};",
         read_only_args=[first.toint(), *values],
     )
+
+
+@dataclass(frozen=True)
+class DqStaging(Pipeline):
+    """A pipeline with a single stage: all MMA warps produce a dQ block, one warp consumes it.
+
+    A producer commits once its elements are written and each lane has issued the fence for the async proxy, or once the
+    warp has added its elements itself.
+    """
+
+    num_stages: Constexpr = 1
+    stage_bytes: Constexpr = 0
+
+    @cute.jit
+    def turn_wait(self, n: Int32) -> None:
+        """By a warp that adds dQ from registers, in order, and not through the stage: wait for its n-th turn.
+
+        The consumer warp grants the turn by its n-th release.
+        """
+        cute.arch.mbarrier_wait(self.empty_barrier(n), self.parity(n))
+
+    @cute.jit
+    def release_by_one(self) -> None:
+        """By one thread of the consumer warp: signal that the stage has been read."""
+        cute.arch.mbarrier_arrive(self.empty_barrier(Int32(0)))
+
+
+@dataclass(frozen=True)
+class DqTurns:
+    """A key block's turns to add to dQ of one head's query blocks, for one warp; gradients then repeat bit for bit.
+
+    The key blocks of an accumulator add to a query block from the last key block to the first: under a causal mask or
+    in a window, each then starts at queries to which no other key block must add first. Work tiles are claimed in the
+    same order, so a CTA waits only for CTAs that run. A counter holds 1 + the key block that added last, or 0 before
+    any has.
+    """
+
+    counters: cute.Pointer  # int32 counters, from the head's first query block on
+    stride: Constexpr  # from a query block's counter to the next one's
+    key_block: Int32
+    before: Int32  # the key block that adds just before this one, if it sees the query block
+    seen_before: BlockRange  # the query blocks that it visits
+
+    @cute.jit
+    def has_come(self, block: Int32) -> Boolean:
+        """True if the turn at a query block has come; reads the counter once and does not wait."""
+        come = Boolean(True)
+        if (self.seen_before.begin <= block) & (block < self.seen_before.end):
+            come = self._last(block) == self.before + 1
+        return come
+
+    @cute.jit
+    def wait(self, block: Int32) -> None:
+        if (self.seen_before.begin <= block) & (block < self.seen_before.end):
+            last = self._last(block)
+            while last != self.before + 1:
+                last = self._last(block)
+
+    @cute.jit
+    def finish(self, block: Int32) -> None:
+        """By one thread that has seen all additions of the turn: let the next key block add."""
+        counter = self.counters + block * self.stride
+        cute.arch.store(counter, self.key_block + 1, sem="release", scope="gpu")
+
+    def _last(self, block: Int32) -> Int32:
+        counter = self.counters + block * self.stride
+        last = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+        return cute.arch.make_warp_uniform(last)
+
+
+@cute.jit
+def cluster_barrier() -> None:
+    """Wait for all threads of the cluster that have not exited, and for their writes."""
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+
+
+@dataclass(frozen=True)
+class PeerSum:
+    """Adds the register fragments of a CTA and its peer, thread by thread; both CTAs get the same bits.
+
+    Each thread stores its fragment to the peer's memory asynchronously. The stores count their bytes at the peer's
+    mbarrier; its n-th phase is the n-th sum.
+
+    There is one stage per sum, without an empty barrier, because a CTA computes two sums, s and t, in turn. It sends
+    to t once it has received s, and the peer sent s after it had read the previous t. In the same way, it sends to the
+    next s once it has received t.
+    """
+
+    received: cute.Pointer  # the peer's fragments in shared memory, in the order of ``outputs.accumulate``
+    barrier: cute.Pointer  # 8 bytes
+    num_bytes: Constexpr
+
+    def init(self) -> None:
+        """By one thread, before the first :func:`cluster_barrier`: initialize the mbarrier."""
+        cute.arch.mbarrier_init(self.barrier, 1)
+
+    @cute.jit
+    def send(self, acc: cute.Tensor, thread: Int32) -> None:
+        """By all threads that hold fragments: start storing them to the peer's memory."""
+        if thread == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier, self.num_bytes)
+        peer = cute.arch.block_idx_in_cluster() ^ 1
+        received, barrier = (cute.arch.map_dsmem_ptr(x, peer) for x in (self.received, self.barrier))
+        send_fragment(acc, received.toint(), barrier.toint(), thread, SENT)
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, thread: Int32, n: Int32) -> None:
+        """Wait for the peer's n-th fragments, and add this thread's fragment to ``acc``."""
+        cute.arch.mbarrier_wait(self.barrier, n & 1)
+        load_fragment(acc, self.received, thread, SENT, more=True)

@@ -134,3 +134,24 @@ def store_rows(
                 if score_map.thr_col == 0:
                     place = head * target.lse_steps[0] + query * target.lse_steps[1]
                     cute.make_tensor(target.lse + place, cute.make_layout(1))[0] = lse[r]
+
+
+@cute.jit
+def store_lse(
+    mLSE: cute.Tensor, lse: cute.Tensor, score_map: ScoreMap, tile: QueryTile, varlen: Constexpr
+) -> None:
+    """Store lse (rows), natural log, to mLSE: (batch, nheads, seqlen_q), or varlen (nheads, total_q)."""
+    if cutlass.const_expr(varlen):
+        head_stride = mLSE.stride[0]
+        start = Int64(tile.head) * head_stride + tile.info.offset_q
+    else:
+        head_stride = mLSE.stride[1]
+        start = Int64(tile.batch) * mLSE.stride[0] + Int64(tile.head) * head_stride
+    if score_map.thr_col == 0:
+        for r in cutlass.range_constexpr(cute.size(lse)):
+            own = start
+            if cutlass.const_expr(score_map.heads > 1):
+                own = start + Int64(score_map.head(r)) * head_stride
+            g_lse = cute.make_tensor(mLSE.iterator + own, cute.make_layout(tile.info.seqlen_q))
+            if row_exists(score_map, r, tile):
+                g_lse[tile.row0 + score_map.query(r)] = lse[r]

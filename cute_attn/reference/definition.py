@@ -459,7 +459,7 @@ def attend(
     # The maximum only prevents overflow: P does not depend on it, so it needs no gradient.
     sinks = None if inputs.sinks is None else inputs.sinks.to(scores.dtype)[coords.head]
     row_max = scores.new_full((*q.shape[:3], 1), -math.inf)
-    if coords.seqlen_k:
+    if scores.shape[-1]:
         row_max = scores.detach().amax(-1, keepdim=True)
     largest = row_max.squeeze(-1)
     if sinks is not None:

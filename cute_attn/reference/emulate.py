@@ -10,7 +10,7 @@ online softmax's arithmetic; and in a backward P from the LSE and dS from P.
 
 It replaces the following code, whose errors it cannot show. Loops over batches, heads, blocks and threads replace
 schedulers, warp roles, pipelines, speculation and replay. Loads, stores, shared-memory layouts, both matrix products (P
-in fp16) and the exchange of row maxima and sums between threads (in lock-step, phase by phase) are the emulator's.
+in fp16) and the reduction of row maxima and sums over threads are the emulator's: one thread has a whole row.
 Exact functions replace approximate instructions. ``tests/gpu`` compares whole kernels.
 """
 
@@ -30,7 +30,13 @@ from cute_attn.device.fakes import plain
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import user_epilogue
-from cute_attn.reference.emulated import Buffers, GradientBuffers, every_sequence, packed_heads
+from cute_attn.reference.emulated import (
+    Buffers,
+    DualBuffers,
+    GradientBuffers,
+    every_sequence,
+    packed_heads,
+)
 from cute_attn.traits import Traits
 from layouts.model import no_arguments
 
@@ -47,6 +53,7 @@ class Emulated:
             packed heads (batch, packs of heads, ...).
         out: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote; P was rounded to fp16.
         lse: float32 (batch, nheads, max_seqlen_q), NaN where no thread wrote.
+        out_dot, lse_dot: tangents of out and lse, of their shapes, if they were computed; P S_dot was rounded to fp16.
     """
 
     scores: Tensor
@@ -54,21 +61,8 @@ class Emulated:
     visits: Tensor
     out: Tensor
     lse: Tensor
-
-
-@dataclass(frozen=True)
-class EmulatedTangents:
-    """The outputs of a forward with tangents, computed by the emulated threads; P and P S_dot were rounded to fp16.
-
-    Attributes:
-        out, out_dot: float32 (batch, nheads, max_seqlen_q, head_dim_v), NaN where no thread wrote.
-        lse, lse_dot: float32 (batch, nheads, max_seqlen_q), NaN where no thread wrote.
-    """
-
-    out: Tensor
-    lse: Tensor
-    out_dot: Tensor
-    lse_dot: Tensor
+    out_dot: Tensor | None = None
+    lse_dot: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +129,7 @@ def attend_on_host(
     softmax_scale: float,
     inputs: ScoreInputs,
     lengths: reference.Lengths = reference.FULL_LENGTHS,
+    dots: tuple[Tensor, Tensor] | None = None,
 ) -> Emulated:
     """Run a forward kernel's per-thread code on given products, in the emulator's loop over blocks.
 
@@ -147,23 +142,34 @@ def attend_on_host(
         softmax_scale: see ``attention``.
         inputs: the epilogues' arguments, with tensors broadcast by stride 0, as operators pass them.
         lengths: lengths of the sequences. cu_seqlens give only lengths: products are not packed.
+        dots: for a kernel of op ``jvp``, the tangents of products and values.
     """
     max_seqlen_q, heads = products.shape[2], packed_heads(kernel)
-    products, values = _pack(products, heads), values[:, ::heads]
-    rows, seqlen_k = products.shape[2:]
-    buffers = new_buffers(Buffers, kernel, products.shape, values.shape[3])
-    buffers.products[:, :, :rows, :seqlen_k] = products
-    buffers.values[:, :, :seqlen_k] = values
-    run(every_sequence, kernel, buffers, (lengths, max_seqlen_q, seqlen_k), inputs, softmax_scale)
+    given = {"products": _pack(products, heads), "values": values[:, ::heads]}
+    if dots is not None:
+        given |= {"products_dot": _pack(dots[0], heads), "values_dot": dots[1][:, ::heads]}
+    shape = given["products"].shape
+    buffers = new_buffers(Buffers if dots is None else DualBuffers, kernel, shape, values.shape[3])
+    for name, x in given.items():
+        getattr(buffers, name)[:, :, : x.shape[2], : x.shape[3]] = x
+    run(every_sequence, kernel, buffers, (lengths, max_seqlen_q, shape[3]), inputs, softmax_scale)
     score_scale = 1.0 if kernel.epilogues.has_bias else inputs.softcap or softmax_scale
-    seen = (slice(None), slice(None), slice(rows), slice(seqlen_k))
-    lse = buffers.lse[seen[:3]]
+    rows, seen = (slice(None), slice(None), slice(shape[2])), (..., slice(shape[2]), slice(shape[3]))
+    unwritten = buffers.lse[rows].isnan()
+
+    def result(name: str) -> Tensor | None:
+        x = getattr(buffers, name, None)
+        if x is None:
+            return None
+        return _unpack(
+            x[rows].masked_fill(unwritten if x.dim() == 3 else unwritten.unsqueeze(-1), torch.nan), heads
+        )
+
     return Emulated(
-        scores=_unpack(buffers.scores[seen] * score_scale, heads),
-        dropped=_unpack(buffers.signs[seen] < 0, heads),
-        visits=buffers.visits,
-        out=_unpack(buffers.out[seen[:3]].masked_fill(lse.isnan().unsqueeze(-1), torch.nan), heads),
-        lse=_unpack(lse, heads),
+        _unpack(buffers.scores[seen] * score_scale, heads),
+        _unpack(buffers.signs[seen] < 0, heads),
+        buffers.visits,
+        *map(result, ("out", "lse", "out_dot", "lse_dot")),  # type: ignore[arg-type]
     )
 
 
@@ -176,11 +182,7 @@ def _unpack(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(2, (-1, heads)).transpose(2, 3).flatten(1, 2)
 
 
-_FILLS = {
-    **dict.fromkeys(("scores", "lse", "lse_dot"), torch.nan),
-    "maxima": -torch.inf,
-    "lse_log2": torch.inf,
-}
+_FILLS = {**dict.fromkeys(("scores", "lse", "lse_dot"), torch.nan), "lse_log2": torch.inf}
 """Initial values of buffers that do not start at 0."""
 
 
@@ -190,14 +192,11 @@ def new_buffers(kind: Any, kernel: Any, shape: Sequence[int], columns: int = 0) 
     blocks = (-(-rows // tile.tile_m), -(-keys // tile.tile_n))
     of_rows = (batch, heads, blocks[0] * tile.tile_m)
     padded = (*of_rows, blocks[1] * tile.tile_n)
-    numbers = ["lse", "factors", "maxima", "sums", "lse_log2", "minus_d", "lse_dot", "unseen", "totals"]
     shapes = {
         **dict.fromkeys(("values", "values_dot"), (batch, heads, padded[3], columns)),
         **dict.fromkeys(("out", "out_dot"), (*of_rows, columns)),
-        **dict.fromkeys(numbers, of_rows),
-        **dict.fromkeys(("statistics", "row_tangents"), (2 * tile.tile_m * tile.tile_n,)),
+        **dict.fromkeys(("lse", "lse_log2", "minus_d", "lse_dot"), of_rows),
         "visits": (batch, heads, *blocks),
-        "block_sums": (*of_rows, 2),
     }
 
     def new(name: str) -> Tensor:

@@ -1,23 +1,25 @@
 """Functions that :mod:`cute_attn.reference.emulate` compiles for the host: kernels' device code in loops over batches,
-heads, blocks and threads.
+heads, blocks, threads and rows.
 
-A phase is a function of one thread. It is called for all threads before the next phase, so threads run in lock-step.
+Threads compute the scores of a query block one after the other. Then the online softmax runs over each row's scores: it
+is the kernels' code for a thread that holds a whole row.
 """
 
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 
-from cute_attn.device.math import convert_to_16_bits, fmax
+from cute_attn.device.math import convert_to_16_bits
 from cute_attn.device.probabilities import probabilities, score_gradient
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.epilogues.tangents import RowTangents
+from cute_attn.work.block_range import BlockRange
 
 UNVISITED, UNMASKED, MASKED = 0, 1, 2
 
@@ -29,16 +31,13 @@ def packed_heads(kernel: Any) -> int:
 
 GradientBuffers = namedtuple("GradientBuffers", "products grad_p lse_log2 minus_d p scores visits")
 """The tensors of an emulated backward, for all batches and heads."""
-Buffers = namedtuple(
-    "Buffers", "products values scores signs p visits out lse factors maxima sums statistics"
-)
-"""The tensors of an emulated forward, and values exchanged between threads."""
+Buffers = namedtuple("Buffers", "products values scores signs p visits out lse")
+"""The tensors of an emulated forward. signs: -1 for visible elements that dropout drops."""
 DualBuffers = namedtuple(
     "DualBuffers",
-    "products values scores p visits out lse factors maxima sums statistics products_dot values_dot exact_p dots "
-    "out_dot lse_dot unseen block_sums totals row_tangents",
+    "products values scores signs p visits out lse products_dot values_dot dots out_dot lse_dot",
 )
-"""``Buffers`` with tangents. exact_p: P before rounding. block_sums: sums of P and P S_dot over a key block."""
+"""``Buffers`` with tangents. dots: tangents of scores, then P (S_dot - center)."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,6 @@ class QueryBlockContext:
     def score_tile(self, thread: Int32, acc: cute.Tensor, col0: Int32) -> ScoreTile:
         return self.score_map(thread).tile(acc, self.row0 // self.heads, col0)
 
-    def rows(self, thread: Int32) -> list[Int32]:
-        """The indices of the thread's rows in the buffers."""
-        score_map = self.score_map(thread)
-        return [self.row0 + score_map.thr_row + row for row in score_map.modes.rows]
-
     @property
     def heads(self) -> int:
         """Number of heads packed into the tile's rows."""
@@ -107,31 +101,17 @@ class QueryBlockContext:
         tile = cute.local_tile(plane, sizes, self._ordered(self.row0 // size.tile_m, block))
         return self.mma.get_slice(thread).partition_C(tile)
 
-    def statistics(self, thread: Int32, rows: int) -> cute.Tensor:
-        """A thread's row maxima and sums, (rows, 2), laid out as in shared memory."""
-        return self._pairs(self.buffers.statistics, thread, rows)
-
-    def _pairs(self, of_threads: cute.Tensor, thread: Int32, rows: int) -> cute.Tensor:
-        """A thread's numbers, (rows, 2), in a buffer of all threads."""
-        layout = cute.make_layout((rows, 2, self.threads), stride=(1, rows, 2 * rows))
-        return cute.make_tensor(of_threads.iterator, layout)[None, None, thread]
-
-    def row_tangents(self, thread: Int32, rows: int, scale: Float32 | float = 1.0) -> RowTangents:
-        """A thread's current row statistics of tangents. scale: the softmax scale."""
-        pairs = self._pairs(self.buffers.row_tangents, thread, rows)
-        return RowTangents(
-            pairs[None, 0], pairs[None, 1], self.kernel.epilogues.tangent_scale(Float32(scale))
-        )
-
-    def online_softmax(self, thread: Int32, rows: int) -> OnlineSoftmax:
-        """A thread's online softmax with its current row statistics."""
-        stored = self.statistics(thread, rows)
+    def online_softmax(self) -> OnlineSoftmax:
+        """The online softmax of one row, before its first block."""
         chain, threshold = self.kernel.epilogues, getattr(self.kernel.tile, "rescale_threshold", 0)
-        p_exponent = getattr(self.kernel, "p_exponent", 0)
-        return OnlineSoftmax(
-            *(stored[None, 0], stored[None, 1], self.scale_log2),
-            *(chain.may_mask_rows, threshold, chain.may_be_large, p_exponent, Float16),
-        )
+        options = (chain.may_mask_rows, None, threshold, chain.may_be_large)
+        p_exponent, keeps = getattr(self.kernel, "p_exponent", 0), chain.maxima is not None
+        return OnlineSoftmax.make(1, self.scale_log2, *options, p_exponent, Float16, keeps)
+
+    def row_map(self, row: Int32) -> ScoreMap:
+        """The map of a thread that holds one row of the buffers."""
+        own = self.score_map(Int32(0))
+        return replace(own, thr_row=row - self.row0, modes=replace(own.modes, rows=(0,)))
 
 
 @cute.jit
@@ -155,146 +135,65 @@ def every_sequence(buffers: Any, seqlens: Seqlens, args: Any, scale: Float32, ke
 
 @cute.jit
 def _plane(buffers: Any, batch: Int32, head: Int32) -> Any:
-    own = {
-        name: tensor[(batch, head, *[None] * (cute.rank(tensor) - 2))]
-        for name, tensor in zip(buffers._fields, buffers, strict=True)
-        if name not in ("statistics", "row_tangents")
-    }
-    return buffers._replace(**own)
+    return buffers._make(x[(batch, head, *[None] * (cute.rank(x) - 2))] for x in buffers)
 
 
 @cute.jit
 def _query_block(ctx: QueryBlockContext, args: Any, head: Int32, scale: Float32):
-    size, chain, buffers = ctx.kernel.tile, ctx.kernel.epilogues, ctx.buffers
+    size, chain = ctx.kernel.tile, ctx.kernel.epilogues
     end_row = cutlass.min(ctx.row0 + size.tile_m, ctx.seqlen_q * ctx.heads)
     queries = (ctx.row0 // ctx.heads, end_row // ctx.heads)
     blocks = chain.key_blocks(ctx.state, *queries, size.tile_n)
-    for thread in cutlass.range(ctx.threads):
-        rows = len(ctx.score_map(thread).modes.rows)
-        OnlineSoftmax.make(rows, ctx.scale_log2, False, ctx.statistics(thread, rows))
-        if cutlass.const_expr(ctx.has_tangents):
-            tangents = ctx.row_tangents(thread, rows)
-            tangents.center.fill(0.0)
-            tangents.total.fill(0.0)
-    for i in cutlass.range(blocks.end - blocks.begin):
-        step = blocks.end - 1 - i
+    for step in cutlass.range(blocks.begin, blocks.end):
         block = blocks.block(step)
         # On Hopper the first step is masked whatever its block is.
         first = chain.visits_lists and step == blocks.end - 1
         if step >= blocks.full_begin and step < blocks.full_end and not first:
-            _key_block(ctx, block, scale, False)
+            _scores(ctx, block, False)
         else:
-            _key_block(ctx, block, scale, True, blocks.visit(step)[1])
-        for row in cutlass.range(ctx.row0, end_row):
-            _add_products(ctx, row, block)
-    for thread in cutlass.range(ctx.threads):
-        _add_up(ctx, thread)
-    for thread in cutlass.range(ctx.threads):
-        _finish(ctx, thread, args, head)
-    if cutlass.const_expr(ctx.has_tangents):
-        for thread in cutlass.range(ctx.threads):
-            _finish_tangents(ctx, thread, end_row, args, head)
-    else:
-        for row in cutlass.range(ctx.row0, end_row):
-            for d in cutlass.range(buffers.out.shape[1]):
-                buffers.out[row, d] = buffers.out[row, d] * buffers.factors[row]
+            _scores(ctx, block, True, blocks.visit(step)[1])
+    for row in cutlass.range(ctx.row0, end_row):
+        _row(ctx, blocks, row, args, head, scale)
 
 
 @cute.jit
-def _key_block(
-    ctx: QueryBlockContext, block: Int32, scale: Float32, masked: Constexpr, partial: Boolean | None = None
-):
-    """Run the phases of a key block: threads exchange row maxima after the first, with tangents row sums after the
-    second.
-    """
-    buffers = ctx.buffers
+def _scores(ctx: QueryBlockContext, block: Int32, masked: Constexpr, partial: Boolean | None = None):
+    """Turn the products of a key block into scores, and tangents of products into those of scores."""
+    chain, buffers = ctx.kernel.epilogues, ctx.buffers
     buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] = Int32(MASKED if masked else UNMASKED)
     for thread in cutlass.range(ctx.threads):
-        _score(ctx, thread, block, masked, partial)
-    if cutlass.const_expr(ctx.has_tangents):
-        for row in cutlass.range(ctx.row0, ctx.row0 + ctx.kernel.tile.tile_m):
-            buffers.block_sums[row, 0] = 0.0
-            buffers.block_sums[row, 1] = 0.0
-        for thread in cutlass.range(ctx.threads):
-            _weigh(ctx, thread, block, scale, masked, partial)
-        for thread in cutlass.range(ctx.threads):
-            _center(ctx, thread, block, scale, masked)
-    else:
-        for thread in cutlass.range(ctx.threads):
-            _exponentiate(ctx, thread, block, masked)
-        if cutlass.const_expr(ctx.kernel.epilogues.dropout is not None):
-            for thread in cutlass.range(ctx.threads):
-                _drop(ctx, thread, block)
-
-
-@cute.jit
-def _add_products(ctx: QueryBlockContext, row: Int32, block: Int32):
-    """Add the product of P with V to one row of O; with tangents that of P + P S_dot e with V + V_dot e."""
-    buffers, tile_n = ctx.buffers, ctx.kernel.tile.tile_n
-    for d in cutlass.range(buffers.out.shape[1]):
-        total = buffers.out[row, d] * buffers.factors[row]
-        for key in cutlass.range(block * tile_n, (block + 1) * tile_n):
-            total = total + buffers.p[row, key] * buffers.values[key, d]
-        buffers.out[row, d] = total
+        acc, score_map = ctx.fragment(thread, Float32), ctx.score_map(thread)
+        tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
+        loaded = chain.load(ctx.state, tile)
+        _copy(ctx.part(buffers.products, thread, block), acc)
+        saved = chain.forward(ctx.state, tile, loaded, masked, partial)
+        _copy(acc, ctx.part(buffers.scores, thread, block))
         if cutlass.const_expr(ctx.has_tangents):
-            dot = buffers.out_dot[row, d] * buffers.factors[row]
-            for key in cutlass.range(block * tile_n, (block + 1) * tile_n):
-                dot = dot + buffers.dots[row, key] * buffers.values[key, d]
-                dot = dot + buffers.p[row, key] * buffers.values_dot[key, d]
-            buffers.out_dot[row, d] = dot
-
-
-@cute.jit
-def _score(
-    ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr, partial: Boolean | None = None
-):
-    """Turn a thread's products into scores, and update its rows' maxima."""
-    chain, acc = ctx.kernel.epilogues, ctx.fragment(thread, Float32)
-    tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
-    loaded = chain.load(ctx.state, tile)
-    _copy(ctx.part(ctx.buffers.products, thread, block), acc)
-    chain.forward(ctx.state, tile, loaded, masked, partial)
-    _copy(acc, ctx.part(ctx.buffers.scores, thread, block))
-    softmax = ctx.online_softmax(thread, len(tile.rows)).load_stats()
-    maxima = ctx.buffers.maxima
-    for r in cutlass.range_constexpr(len(rows)):
-        maxima[rows[r]] = fmax(maxima[rows[r]], softmax.block_max(tile.acc, r))
-
-
-@cute.jit
-def _exponentiate(ctx: QueryBlockContext, thread: Int32, block: Int32, masked: Constexpr):
-    """Turn a thread's scores into 16-bit probabilities relative to the new row maxima."""
-    acc, p = ctx.fragment(thread, Float32), ctx.fragment(thread, Float16)
-    tile, rows = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n), ctx.rows(thread)
-    _copy(ctx.part(ctx.buffers.scores, thread, block), acc)
-    stored = ctx.online_softmax(thread, len(rows))
-    softmax = stored.load_stats()
-    for r in cutlass.range_constexpr(len(rows)):
-        row_max = softmax.max_to_use(r, ctx.buffers.maxima[rows[r]])
-        ctx.buffers.factors[rows[r]] = softmax.replace_max(r, row_max, masked)
-        softmax.exponentiate(tile.acc, r, masked)
-    stored.store_stats(softmax)
-    _copy(acc, p)
-    _copy(p, ctx.part(ctx.buffers.p, thread, block))
+            dot = ctx.fragment(thread, Float32)
+            _copy(ctx.part(buffers.products_dot, thread, block), dot)
+            chain.tangents(ctx.state, tile.of(score_map.view(dot)), saved)
+            _copy(dot, ctx.part(buffers.dots, thread, block))
+        if cutlass.const_expr(chain.dropout is not None):
+            _drop(ctx, thread, block)
 
 
 @cute.jit
 def _drop(ctx: QueryBlockContext, thread: Int32, block: Int32):
-    """Apply dropout to P, and set ``signs`` to -1 for visible elements that are dropped, else to 1."""
+    """Set ``signs`` to -1 for visible elements that dropout drops, else to 1."""
     chain, score_map, acc = ctx.kernel.epilogues, ctx.score_map(thread), ctx.fragment(thread, Float32)
-    kept, p = ctx.fragment(thread, Float16), ctx.fragment(thread, Float16)
+    kept = ctx.fragment(thread, Float16)
     tile = score_map.tile(acc, ctx.row0, block * ctx.kernel.tile.tile_n)
     kept.fill(1.0)
     acc.fill(0.0)
-    chain.drop(ctx.state, tile, score_map.view(kept))
+    if cutlass.const_expr(ctx.has_tangents):
+        chain.zero_dropped(chain.dropout_mask(ctx.state, tile), score_map.view(kept))
+    else:
+        chain.drop(ctx.state, tile, score_map.view(kept))
     chain.mask.forward(ctx.state.band, tile)
     for i in cutlass.range_constexpr(cute.size(acc)):
         dropped = (kept[i] == 0.0) & (acc[i] == 0.0)
         kept[i] = Float16(-1.0) if dropped else Float16(1.0)
     _copy(kept, ctx.part(ctx.buffers.signs, thread, block))
-    _copy(ctx.part(ctx.buffers.p, thread, block), p)
-    chain.drop(ctx.state, tile, score_map.view(p))
-    _copy(p, ctx.part(ctx.buffers.p, thread, block))
 
 
 @cute.jit
@@ -304,117 +203,106 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
 
 
 @cute.jit
-def _add_up(ctx: QueryBlockContext, thread: Int32):
-    """Add a thread's partial row sums, and those of tangents, to its rows' sums."""
-    rows, buffers = ctx.rows(thread), ctx.buffers
-    row_sum = ctx.online_softmax(thread, len(rows)).load_stats().row_sum
-    for r in cutlass.range_constexpr(len(rows)):
-        buffers.sums[rows[r]] = buffers.sums[rows[r]] + row_sum[r]
-        if cutlass.const_expr(ctx.has_tangents):
-            total = ctx.row_tangents(thread, len(rows)).total
-            buffers.totals[rows[r]] = buffers.totals[rows[r]] + total[r]
-
-
-@cute.jit
-def _finish(ctx: QueryBlockContext, thread: Int32, args: Any, head: Int32):
-    """Compute each row's output factor and LSE from complete row sums."""
-    chain = ctx.kernel.epilogues
-    rows, rescale = ctx.rows(thread), chain.rescale(ctx.state)
-    softmax = ctx.online_softmax(thread, len(rows)).load_stats()
-    for r in cutlass.range_constexpr(len(rows)):
-        row_sum = ctx.buffers.sums[rows[r]]
-        if cutlass.const_expr(chain.sinks is None):
-            factor, lse = softmax.finish(r, row_sum, rescale)
+def _row(ctx: QueryBlockContext, blocks: BlockRange, row: Int32, args: Any, head: Int32, scale: Float32):
+    """Compute O and LSE of a row, and their tangents, from its scores in all blocks."""
+    softmax, tangents = ctx.online_softmax(), None
+    if cutlass.const_expr(ctx.has_tangents):
+        tangents = RowTangents.make(1, ctx.kernel.epilogues.tangent_scale(scale))
+    for i in cutlass.range(blocks.end - blocks.begin):
+        block = blocks.block(blocks.end - 1 - i)
+        if ctx.buffers.visits[ctx.row0 // ctx.kernel.tile.tile_m, block] == UNMASKED:
+            _step(ctx, softmax, tangents, row, block, False)
         else:
-            sinks = chain.sinks_of_rows(args, head, Int32(ctx.heads), ctx.score_map(thread))
-            factor, lse = softmax.finish_with_sink(r, row_sum, rescale, sinks[r])
-        ctx.buffers.factors[rows[r]], ctx.buffers.lse[rows[r]] = factor, lse
-        if cutlass.const_expr(chain.maxima is not None):
-            largest, score_map = ctx.buffers.maxima[rows[r]], ctx.score_map(thread)
-            chain.maxima.store_row(ctx.state.maxima, largest, score_map, ctx.row0 // ctx.heads, r)
-
-
-# ---- tangents ----
+            _step(ctx, softmax, tangents, row, block, True)
+    _finish(ctx, softmax, tangents, row, args, head)
 
 
 @cute.jit
-def _weigh(
+def _step(
     ctx: QueryBlockContext,
-    thread: Int32,
+    softmax: OnlineSoftmax,
+    tangents: Any,  # RowTangents, or None
+    row: Int32,
     block: Int32,
-    scale: Float32,
     masked: Constexpr,
-    partial: Boolean | None = None,
 ):
-    """Turn a thread's scores into P relative to the new row maxima, and tangents of products into S_dot."""
-    chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
-    acc, dot, p = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
-    tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
-    loaded = chain.load(ctx.state, tile)
-    _copy(ctx.part(buffers.products, thread, block), acc)
-    saved = chain.forward(ctx.state, tile, loaded, masked, partial)
-    stored = ctx.online_softmax(thread, len(rows))
-    softmax = stored.load_stats()
-    for r in cutlass.range_constexpr(len(rows)):
-        buffers.unseen[rows[r]] = Float32(1.0) if softmax.row_max[r] == -Float32.inf else Float32(0.0)
-        row_max = softmax.max_to_use(r, buffers.maxima[rows[r]])
-        buffers.factors[rows[r]] = softmax.replace_max(r, row_max, masked)
-        softmax.exponentiate(tile.acc, r, masked)
-    stored.store_stats(softmax)
-    _copy(ctx.part(buffers.products_dot, thread, block), dot)
-    dots = tile.of(ctx.score_map(thread).view(dot))
-    chain.tangents(ctx.state, dots, saved)
-    for r in cutlass.range_constexpr(len(rows)):
-        guarded = chain.tangents_may_be_nan(masked)
-        own = ctx.row_tangents(thread, len(rows), scale).sums(r, tile.acc, dots.acc, guarded)
-        for i in cutlass.range_constexpr(2):
-            buffers.block_sums[rows[r], i] = buffers.block_sums[rows[r], i] + own[i]
-    _copy(acc, ctx.part(buffers.exact_p, thread, block))
-    _copy(dot, ctx.part(buffers.dots, thread, block))
-    _copy(acc, p)
-    chain.zero_dropped(chain.dropout_mask(ctx.state, tile), ctx.score_map(thread).view(p))
-    _copy(p, ctx.part(buffers.p, thread, block))
+    """Turn a row's scores in a block into P, and their tangents into P (S_dot - center); add the products with V."""
+    chain, buffers, tile_n = ctx.kernel.epilogues, ctx.buffers, ctx.kernel.tile.tile_n
+    scores = _of_block(buffers.scores, row, block, tile_n)
+    acc = cute.make_rmem_tensor(cute.make_layout((1, tile_n)), Float32)
+    _copy(scores, acc)
+    unseen = softmax.row_max[0] == -Float32.inf
+    factor = softmax.replace_max(0, softmax.max_to_use(0, softmax.block_max(acc, 0)), masked)
+    softmax.exponentiate(acc, 0, masked)
+    p = _of_block(buffers.p, row, block, tile_n)
+    if cutlass.const_expr(tangents is not None):
+        dots = _of_block(buffers.dots, row, block, tile_n)
+        dot, guarded = cute.make_rmem_tensor(acc.layout, Float32), chain.tangents_may_be_nan(masked)
+        _copy(dots, dot)
+        tangents.set_center(0, tangents.sums(0, acc, dot, guarded), unseen)
+        tangents.weigh(0, acc, dot, factor, guarded)
+        _round(ctx, dot, dots, row, block)
+    _round(ctx, acc, p, row, block)
+    for d in cutlass.range(buffers.out.shape[1]):
+        total = buffers.out[row, d] * factor
+        for key in cutlass.range(block * tile_n, (block + 1) * tile_n):
+            total = total + buffers.p[row, key] * buffers.values[key, d]
+        buffers.out[row, d] = total
+        if cutlass.const_expr(tangents is not None):
+            moved = buffers.out_dot[row, d] * factor
+            for key in cutlass.range(block * tile_n, (block + 1) * tile_n):
+                moved = moved + buffers.dots[row, key] * buffers.values[key, d]
+                moved = moved + buffers.p[row, key] * buffers.values_dot[key, d]
+            buffers.out_dot[row, d] = moved
+
+
+def _of_block(plane: cute.Tensor, row: Int32, block: Int32, tile_n: int) -> cute.Tensor:
+    """A row's elements of a key block in a (query, key) tensor."""
+    return cute.local_tile(plane[row, None], (tile_n,), (block,))
 
 
 @cute.jit
-def _center(ctx: QueryBlockContext, thread: Int32, block: Int32, scale: Float32, masked: Constexpr):
-    """Turn a thread's S_dot into P (S_dot - center), in 16 bits."""
-    chain, buffers, rows = ctx.kernel.epilogues, ctx.buffers, ctx.rows(thread)
-    acc, dot, half = (ctx.fragment(thread, x) for x in (Float32, Float32, Float16))
-    tile = ctx.score_tile(thread, acc, block * ctx.kernel.tile.tile_n)
-    dots = tile.of(ctx.score_map(thread).view(dot))
-    _copy(ctx.part(buffers.exact_p, thread, block), acc)
-    _copy(ctx.part(buffers.dots, thread, block), dot)
-    tangents = ctx.row_tangents(thread, len(rows), scale)
-    for r in cutlass.range_constexpr(len(rows)):
-        row = rows[r]
-        of_row = (buffers.block_sums[row, 0], buffers.block_sums[row, 1])
-        tangents.set_center(r, of_row, buffers.unseen[row] != 0.0)
-        tangents.weigh(r, tile.acc, dots.acc, buffers.factors[row], chain.tangents_may_be_nan(masked))
-    _copy(dot, half)
-    chain.zero_dropped(chain.dropout_mask(ctx.state, tile), ctx.score_map(thread).view(half))
-    _copy(half, ctx.part(buffers.dots, thread, block))
+def _round(ctx: QueryBlockContext, wide: cute.Tensor, target: cute.Tensor, row: Int32, block: Int32):
+    """Store a row's P, or P (S_dot - center), in 16 bits, with dropout."""
+    signs = _of_block(ctx.buffers.signs, row, block, ctx.kernel.tile.tile_n)
+    for i in cutlass.range(cute.size(wide)):
+        target[i] = Float32(Float16(wide[i]))
+        if cutlass.const_expr(ctx.kernel.epilogues.dropout is not None):
+            if signs[i] < 0.0:
+                target[i] = Float32(0.0)
 
 
 @cute.jit
-def _finish_tangents(ctx: QueryBlockContext, thread: Int32, end_row: Int32, args: Any, head: Int32):
-    """Compute LSE_dot, O and O_dot of the rows whose first column this thread holds."""
-    chain, buffers, score_map = ctx.kernel.epilogues, ctx.buffers, ctx.score_map(thread)
-    rows, sinks = ctx.rows(thread), chain.sinks_of_rows(args, head, Int32(ctx.heads), score_map)
-    sink_tangents = chain.sink_tangents_of_rows(args, head, score_map)
-    softmax = ctx.online_softmax(thread, len(rows)).load_stats()
-    tangents = ctx.row_tangents(thread, len(rows))
-    for r in cutlass.range_constexpr(len(rows)):
-        row = rows[r]
-        if (score_map.thr_col == 0) & (row < end_row):
-            found = tangents.finish(
-                *(r, softmax, buffers.sums[row], buffers.totals[row], buffers.lse[row]), sinks, sink_tangents
-            )
-            buffers.lse_dot[row] = found[0]
-            for d in cutlass.range(buffers.out.shape[1]):
-                o = buffers.out[row, d] * buffers.factors[row]
-                buffers.out[row, d] = o
-                buffers.out_dot[row, d] = buffers.out_dot[row, d] * buffers.factors[row] - found[1] * o
+def _finish(
+    ctx: QueryBlockContext,
+    softmax: OnlineSoftmax,
+    tangents: Any,  # RowTangents, or None
+    row: Int32,
+    args: Any,
+    head: Int32,
+):
+    """Normalize a row of O, and compute its LSE, their tangents and the greatest score."""
+    chain, buffers, score_map = ctx.kernel.epilogues, ctx.buffers, ctx.row_map(row)
+    rescale, row_sum = chain.rescale(ctx.state), softmax.row_sum[0]
+    sinks = chain.sinks_of_rows(args, head, Int32(ctx.heads), score_map)
+    if cutlass.const_expr(sinks is None):
+        factor, lse = softmax.finish(0, row_sum, rescale)
+    else:
+        factor, lse = softmax.finish_with_sink(0, row_sum, rescale, sinks[0])
+    buffers.lse[row] = lse
+    if cutlass.const_expr(chain.maxima is not None):
+        chain.maxima.store_row(ctx.state.maxima, softmax.seen[0], score_map, ctx.row0 // ctx.heads, 0)
+    shift = Float32(0.0)
+    if cutlass.const_expr(tangents is not None):
+        moved = chain.sink_tangents_of_rows(args, head, score_map)
+        buffers.lse_dot[row], shift = tangents.finish(
+            0, softmax, row_sum, tangents.total[0], lse, sinks, moved
+        )
+    for d in cutlass.range(buffers.out.shape[1]):
+        o = buffers.out[row, d] * factor
+        buffers.out[row, d] = o
+        if cutlass.const_expr(tangents is not None):
+            buffers.out_dot[row, d] = buffers.out_dot[row, d] * factor - shift * o
 
 
 # ---- the backward ----

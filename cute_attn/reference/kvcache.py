@@ -173,43 +173,37 @@ def attention(
         out, like q with head_dim_v, and lse, (batch, nheads, seqlen_q) or packed (nheads, total), natural log; with
         return_max_scores also the rows' greatest scores, like lse.
     """
-    queries = sequences(q, lengths.cu_seqlens_q)
-    ends = [cache.capacity] * len(queries)
+    packed = lengths.cu_seqlens_q is not None
+    rows = q if packed else q.flatten(0, 1)
+    if lengths.cu_seqlens_q is None:
+        starts = [b * q.shape[1] for b in range(q.shape[0] + 1)]
+    else:
+        starts = lengths.cu_seqlens_q.tolist()
+    batch = range(len(starts) - 1)
+    ends = [cache.capacity] * len(batch)
     if lengths.cache_seqlens is not None:
         ends = [min(max(n, 0), cache.capacity) for n in lengths.cache_seqlens.tolist()]
-    begins = [0] * len(queries) if lengths.leftpad is None else lengths.leftpad.tolist()
-    out = q.new_zeros((*q.shape[:-1], cache.v.shape[-1]))
-    packed = lengths.cu_seqlens_q is not None
-    lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    begins = [0] * len(batch) if lengths.leftpad is None else lengths.leftpad.tolist()
+    out = rows.new_zeros((*rows.shape[:-1], cache.v.shape[-1]))
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_full(lse_shape, -math.inf, dtype=dtype)
-    max_scores = torch.full_like(lse, -math.inf)
-    lses, maxima = (
-        [own.transpose(0, 1) for own in sequences(x.T, lengths.cu_seqlens_q)] if packed else list(x)
-        for x in (lse, max_scores)
-    )
-    trees = None
-    if inputs.tree_mask is not None:
-        tree = inputs.tree_mask if packed else inputs.tree_mask.unflatten(0, q.shape[:2])
-        trees = sequences(tree, lengths.cu_seqlens_q)
-    for b, (own_q, own_out, own_lse, own_maxima) in enumerate(
-        zip(queries, sequences(out, lengths.cu_seqlens_q), lses, maxima, strict=True)
-    ):
-        begin = max(begins[b], 0)
+    lse, max_scores = (rows.new_full((rows.shape[1], len(rows)), -math.inf, dtype=dtype) for _ in range(2))
+    for b in batch:
+        own, begin = slice(starts[b], starts[b + 1]), max(begins[b], 0)
         where = cache.rows(b, begin, max(begin, ends[b]))
         k, v = (x[where].unsqueeze(0) for x in (cache.k, cache.v))
-        tree = () if trees is None else (tree_epilogue(trees[b]),)
-        modify = _of_sequence(
-            b, dataclasses.replace(features, epilogues=(*tree, *features.epilogues)), inputs
-        )
-        own = (reference.Features(epilogues=(modify,)), ScoreInputs(sinks=inputs.sinks))
-        found: Any = reference.attention(
-            *(own_q.unsqueeze(0), k, v, softmax_scale, *own), return_max_scores=return_max_scores
-        )
-        own_out.copy_(found[0][0])
-        own_lse.copy_(found[1][0])
+        tree = () if inputs.tree_mask is None else (tree_epilogue(inputs.tree_mask[own]),)
+        users = dataclasses.replace(features, epilogues=(*tree, *features.epilogues))
+        alone = reference.Features(epilogues=(_of_sequence(b, users, inputs),))
+        given = (rows[own].unsqueeze(0), k, v, softmax_scale, alone, ScoreInputs(sinks=inputs.sinks))
+        found: Any = reference.attention(*given, return_max_scores=return_max_scores)
+        out[own], lse[:, own] = found[0][0], found[1][0]
         if return_max_scores:
-            own_maxima.copy_(found[2][0])
+            max_scores[:, own] = found[2][0]
+    if not packed:
+        out = out.unflatten(0, q.shape[:2])
+        lse, max_scores = (
+            x.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous() for x in (lse, max_scores)
+        )
     return (out, lse, max_scores) if return_max_scores else (out, lse)
 
 

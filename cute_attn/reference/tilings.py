@@ -14,8 +14,9 @@ from cute_attn.device.math import LARGEST, LOG2_E
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference import emulate
-from cute_attn.reference.emulate import Emulated, EmulatedGradients, EmulatedTangents, features_of
-from cute_attn.reference.emulated import DualBuffers, GradientBuffers, every_key_block, every_sequence
+from cute_attn.reference.definition import attend
+from cute_attn.reference.emulate import Emulated, EmulatedGradients, features_of
+from cute_attn.reference.emulated import GradientBuffers, every_key_block
 from cute_attn.traits import Traits
 
 
@@ -140,25 +141,17 @@ class Scores:
         values = self.v.transpose(1, 2)
         return emulate.attend_on_host(tiling, self.products, values, self.scale, self.inputs, self.lengths)
 
-    def tangents(self, tiling: Tiling, dots: "Scores") -> EmulatedTangents:
+    def tangents(self, tiling: Tiling, dots: "Scores") -> Emulated:
         """Run the emulation of a forward with tangents, of op ``jvp``.
 
         dots: has the tangents of q, k and v, and, where the kernel takes them, of the bias and the sinks.
         """
         product = torch.einsum("bqhd,bkhd->bhqk", dots.q, self.k)
         product = product + torch.einsum("bqhd,bkhd->bhqk", self.q, dots.k)
-        buffers = emulate.new_buffers(DualBuffers, tiling, self.shape, self.v.shape[3])
-        own = (buffers.products, buffers.products_dot, buffers.values, buffers.values_dot)
-        given = (self.products, product, self.v.transpose(1, 2), dots.v.transpose(1, 2))
-        for x, y in zip(own, given, strict=True):
-            x[:, :, : y.shape[2], : y.shape[3]] = y
-        more = {"bias_tangent": dots.inputs.bias, "sinks_tangent": dots.inputs.sinks}
-        replace(self, inputs=replace(self.inputs, **more))._run(every_sequence, tiling, buffers)
-        found = (buffers.out, buffers.lse, buffers.out_dot, buffers.lse_dot)
-        out, lse, out_dot, lse_dot = (x[:, :, : self.shape[2]] for x in found)
-        missing = lse.isnan().unsqueeze(-1)
-        out, out_dot = (x.masked_fill(missing, torch.nan) for x in (out, out_dot))
-        return EmulatedTangents(out, lse, out_dot, lse_dot)
+        moved = {"bias_tangent": dots.inputs.bias, "sinks_tangent": dots.inputs.sinks}
+        values, inputs = self.v.transpose(1, 2), replace(self.inputs, **moved)
+        more = (inputs, self.lengths, (product, dots.v.transpose(1, 2)))
+        return emulate.attend_on_host(tiling, self.products, values, self.scale, *more)
 
     def differentiate(
         self, tiling: Tiling, grad_out: Tensor, lse: Tensor, minus_d: Tensor
@@ -178,11 +171,9 @@ class Scores:
         lse_log2 = (lse * LOG2_E).clamp(-LARGEST, LARGEST)
         buffers.lse_log2[seen[:3]] = lse_log2.masked_fill(lse == -torch.inf, torch.inf)
         buffers.minus_d[seen[:3]] = minus_d.masked_fill(lse == -torch.inf, 0.0)
-        self._run(every_key_block, tiling, buffers)
+        lengths = (self.lengths, *self.shape[2:])
+        emulate.run(every_key_block, tiling, buffers, lengths, self.inputs, self.scale)
         return EmulatedGradients(buffers.p[seen], buffers.scores[seen], buffers.visits)
-
-    def _run(self, entry: Callable[..., None], tiling: Tiling, buffers: Any) -> None:
-        emulate.run(entry, tiling, buffers, (self.lengths, *self.shape[2:]), self.inputs, self.scale)
 
     def coords(self, traits: Traits) -> reference.ScoreCoords:
         """Coordinates of all scores, for sequences of full length."""
@@ -209,31 +200,31 @@ class Scores:
 
         features: by default the traits'. computed: scores that replace the reference's; their gradient is unchanged.
         """
-        dropout_p = self.inputs.dropout_p
         raw = (self.products.double() * self.scale).requires_grad_()
         inputs, bias = self.inputs, None
         if inputs.bias is not None:
             bias = inputs.bias.double().requires_grad_()
             inputs = replace(inputs, bias=bias)
         coords, exists = self._used_coords(traits)
-        scores = reference.modify_scores(raw, coords, features or features_of(traits), inputs)
-        if computed is not None:
-            scores = _Replaced.apply(scores, computed.double())
-        scores = scores.masked_fill(~exists, -torch.inf)
-        lse = scores.logsumexp(-1)
-        empty = (lse == -torch.inf).unsqueeze(-1)
-        p = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-        keep = torch.ones_like(exists)
-        if traits.dropout:
-            mask = reference.DROPOUT_KEEP[traits.dropout]
-            keep = mask(coords, dropout_p, inputs.rng_state).expand_as(p)
-        dropped = p * keep
-        out = torch.einsum("bhqk,bkhd->bqhd", dropped / (1 - dropout_p), self.v.double())
+
+        def last(scores: Tensor, *_: Any) -> Tensor:
+            if computed is not None:
+                scores = _Replaced.apply(scores, computed.double())
+            return scores.masked_fill(~exists, -torch.inf)
+
+        own = features or features_of(traits)
+        own = replace(own, epilogues=(*own.epilogues, last))
+        # With k = 1, products are the scores themselves.
+        one = torch.eye(raw.shape[3], dtype=raw.dtype).view(1, raw.shape[3], 1, -1)
+        q, k = raw.transpose(1, 2), one.expand(raw.shape[0], -1, raw.shape[1], -1)
+        out, lse, p, _ = attend(q, k, self.v.double(), 1.0, own, inputs, coords)
         (out * grad_out).sum().backward()
         assert raw.grad is not None
-        dpsum = (out * grad_out).sum(-1).transpose(1, 2) * (1 - dropout_p)
+        dpsum = (out * grad_out).sum(-1).transpose(1, 2) * (1 - inputs.dropout_p)
         grad_bias = None if bias is None else bias.grad
-        return Gradients(dropped.detach(), raw.grad, grad_bias, lse.detach().float(), dpsum.detach().float())
+        return Gradients(
+            p.detach().clamp(min=0), raw.grad, grad_bias, lse.detach().float(), dpsum.detach().float()
+        )
 
     def _used_coords(self, traits: Traits) -> tuple[reference.ScoreCoords, Tensor]:
         """Coordinates of all scores with each batch's lengths, and a mask of the scores within these lengths."""

@@ -25,6 +25,7 @@ from cute_attn.tiles.forward import (
     JvpSm90Tile,
     KvcacheLargeTile,
     KvcacheSm90Tile,
+    Sizes,
     best_packing,
     may_pack_heads,
 )
@@ -32,6 +33,7 @@ from cute_attn.tiles.forward import (
 __all__ = [
     "MEASURED", "MULTIPROCESSORS", "PACKS", "SHARED_MEMORY_BYTES", "TARGETS", "TILES_OF", "BackwardPreprocessTile",
     "BackwardSm80Tile", "BackwardSm90Tile", "ForwardLargeTile", "ForwardSm80Tile", "ForwardSm90Tile",
-    "ForwardTermsTile", "JvpSm80Tile", "JvpSm90Tile", "KvcacheLargeTile", "KvcacheSm90Tile", "Tile", "best_packing",
-    "check_target", "check_tile", "first_that_fits", "is_latent_dim", "may_pack_heads", "padded", "text_of",
+    "ForwardTermsTile", "JvpSm80Tile", "JvpSm90Tile", "KvcacheLargeTile", "KvcacheSm90Tile", "Sizes", "Tile",
+    "best_packing", "check_target", "check_tile", "first_that_fits", "is_latent_dim", "may_pack_heads", "padded",
+    "text_of",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from cute_attn.epilogues.names import are_functions
 from cute_attn.tiles.base import (
@@ -29,6 +29,23 @@ GAIN = 1.1
 """Heads are packed if that divides the number of computed rows by at least this factor."""
 TILE_ROWS = 64
 """Fixed cost of a work tile (K and V, prologue and epilogue), expressed as a number of rows."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call that determine its tile.
+
+    Attributes:
+        seqlen_q, seqlen_k: lengths of the longest sequences.
+        group: query heads per key head.
+        pairs: number of (sequence, query head) pairs, or None if unknown; it is then assumed to fill the GPU.
+        window: maximum number of keys that a query sees in a window, 0 without a window.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    group: int
+    pairs: int | None
+    window: int
 
 
 def may_pack_heads(traits: Traits) -> bool:

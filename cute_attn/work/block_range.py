@@ -1,12 +1,14 @@
 """The key blocks of a query block, the query blocks of a key block, and which of them need masks."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32
 
-from cute_attn.device.band import Band
+from cute_attn.device.score_tile import Band
+from cute_attn.traits import LISTED_ROWS
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class BlockRange:
 
     begin <= full_begin <= full_end <= end always; begin == end if no key is visible. :meth:`of_keys` makes
     a range of query blocks of one key block. With ``listed``, the bounds count steps through a list of blocks, see
-    :class:`cute_attn.work.block_lists.BlockLists`; each listed block is ``tiles_per_block`` blocks of the tile.
+    :class:`cute_attn.work.block_range.BlockLists`; each listed block is ``tiles_per_block`` blocks of the tile.
     """
 
     begin: Int32
@@ -119,3 +121,31 @@ class BlockRange:
         full_end = cutlass.max(cutlass.min(full_end, end), begin)
         full_begin = cutlass.min(cutlass.max(full_begin, begin), full_end)
         return BlockRange(begin, full_begin, full_end, end)
+
+
+def divides(tile: Any) -> bool:
+    """True if a listed block is a whole number of the tile's query and key blocks, as lists require."""
+    return LISTED_ROWS % tile.tile_m == LISTED_ROWS % tile.tile_n == 0
+
+
+@dataclass(frozen=True)
+class BlockLists:
+    """The key blocks of each query block of a (batch, head), or the query blocks of each key block.
+
+    Attributes:
+        counts: int32 (batch, nheads, blocks, 2): for each block's list, the number of rows that need no mask and the
+            number of all rows. Rows beyond the sequence do not count; a block that contains any is listed last.
+        blocks: int32 (batch, nheads, blocks, most): for each listed block, twice its index, plus 1 if the mask hides
+            some of its keys; blocks that need no mask are first. For a cache, whose lengths only the device knows,
+            blocks are in order instead, and counts have none without a mask.
+    """
+
+    counts: cute.Tensor
+    blocks: cute.Tensor
+
+    def of(self, batch: Int32, head: Int32, row0: Int32, tile: Constexpr) -> BlockRange:
+        """The blocks, of ``tile`` rows each, that are visited by the block that contains row ``row0``."""
+        row = row0 // LISTED_ROWS
+        full, end = (cute.ceil_div(self.counts[batch, head, row, i], tile) for i in range(2))
+        listed = self.blocks[batch, head, row, None]
+        return BlockRange(Int32(0), Int32(0), full, end, listed=listed, tiles_per_block=LISTED_ROWS // tile)

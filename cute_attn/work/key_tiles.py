@@ -23,7 +23,7 @@ class BackwardSchedule(NamedTuple):
         num_splits: a work tile is every num_splits-th key block of a (batch, kv head).
         split_stride: floats from one split's accumulator of dQ to the next; 0: all splits add to one accumulator.
         counter: 4 bytes, 0 before the launch: number of work tiles claimed beyond each CTA's first one. If the
-            tile has ``dq_in_order``, the counters of :class:`cute_attn.outputs.dq_turns.DqTurns` follow, from
+            tile has ``dq_in_order``, the counters of :class:`cute_attn.outputs.accumulate.DqTurns` follow, from
             element ``cute_attn.tiles.backward.COUNTERS`` on.
         multiprocessors: number of the GPU's multiprocessors, or of clusters.
     """

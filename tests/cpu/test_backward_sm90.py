@@ -8,7 +8,7 @@ from cutlass import Int32, cute
 
 import layouts
 from cute_attn.compiler import compile
-from cute_attn.device.wgmma import operand_layout
+from cute_attn.device.gemm import operand_layout
 from cute_attn.kernels.backward_sm90.kernel import BackwardSm90
 from cute_attn.kernels.dq_order import accumulator_shape, mma_dq
 from cute_attn.tiles import SHARED_MEMORY_BYTES, padded

@@ -18,8 +18,8 @@ from cute_attn.epilogues.functions.known import epilogue_of
 from cute_attn.epilogues.names import register_epilogue, user_epilogue
 from cute_attn.host.call import ATTENTION, Call
 from cute_attn.host.jvp import with_tangents
-from cute_attn.kernels.jvp_sm80 import JvpSm80
-from cute_attn.kernels.jvp_sm90 import JvpSm90
+from cute_attn.kernels.jvp_sm80.kernel import JvpSm80
+from cute_attn.kernels.jvp_sm90.kernel import JvpSm90
 from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreInputs
 from cute_attn.reference import attention as definition
 from cute_attn.reference.emulate import features_of

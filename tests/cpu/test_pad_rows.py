@@ -8,10 +8,10 @@ import pytest
 from cutlass import Constexpr, Int32, Int64, cute
 
 from cute_attn.compiler import registry
-from cute_attn.device.row_places import RowPlaces
+from cute_attn.device.seqlen import RowPlaces
 from cute_attn.kernels.fakes import CUTE_DTYPES
 from cute_attn.kernels.pad_rows import PadRows, is_run
-from cute_attn.tiles.pad_rows import PadRowsTile
+from cute_attn.tiles.helpers import PadRowsTile
 from cute_attn.traits import PADDED_TENSORS, Traits, aligned_head_dim
 from layouts.host import run_on_host
 

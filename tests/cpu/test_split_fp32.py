@@ -5,13 +5,12 @@ import numpy as np
 import pytest
 from cutlass import Constexpr, Float16, Float32, Int32, Int64, cute
 
-from cute_attn.device.row_places import RowPlaces
-from cute_attn.device.split_rows import split_tile
-from cute_attn.device.terms import power_of_two
-from cute_attn.kernels.fp32_sm80 import ForwardTerms
+from cute_attn.device.seqlen import RowPlaces
+from cute_attn.device.terms import power_of_two, split_tile
+from cute_attn.kernels.fp32_sm80.kernel import ForwardTerms
 from cute_attn.kernels.split_fp32 import SplitFp32
 from cute_attn.tiles import ForwardTermsTile, padded
-from cute_attn.tiles.split_fp32 import SplitFp32Tile
+from cute_attn.tiles.helpers import SplitFp32Tile
 from cute_attn.traits import Traits
 from layouts.host import offset_table, run_on_host
 

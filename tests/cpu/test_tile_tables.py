@@ -12,7 +12,7 @@ from cute_attn.tiles import Tile, first_that_fits
 from cute_attn.tiles.base import REGISTERS_PER_THREAD
 from cute_attn.tiles.table import Cell, Row, Table
 from cute_attn.traits import Traits
-from cute_attn.work.block_lists import divides
+from cute_attn.work.block_range import divides
 from tests.cpu.test_examples import load
 
 ROOT = Path(__file__).parents[2]

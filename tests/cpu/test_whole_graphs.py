@@ -16,8 +16,7 @@ from cute_attn import attention, attention_varlen, attention_with_kvcache, flex,
 from cute_attn.api import in_graphs
 from cute_attn.api.attention import attention_backward
 from cute_attn.epilogues.functions.graph import digest
-from cute_attn.epilogues.functions.known import held_epilogue_of, without_texts
-from cute_attn.epilogues.functions.saved import text_of, trace_of
+from cute_attn.epilogues.functions.known import held_epilogue_of, text_of, trace_of, without_texts
 from cute_attn.epilogues.functions.trace import trace
 from cute_attn.epilogues.names import user_epilogue
 from cute_attn.flex import overrides

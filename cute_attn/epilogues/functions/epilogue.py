@@ -52,8 +52,7 @@ from cute_attn.epilogues.functions.trace import Trace, as_kernels_read
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import TRACED, register_traced
 from cute_attn.traits import LISTED_ROWS, Traits
-from cute_attn.work.block_lists import BlockLists
-from cute_attn.work.block_range import BlockRange
+from cute_attn.work.block_range import BlockLists, BlockRange
 
 
 class Captured(NamedTuple):

@@ -46,14 +46,12 @@ from cute_attn.device.score_tile import ScoreContext, ScoreMap, ScoreTile
 from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.device.terms import Terms, all_fit, change_units, common_scale, running_scale
 from cute_attn.epilogues.chain import EpilogueChain, ScoreState
-from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels import dq_order as dq
 from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm80.heuristics import TERMS_LEAST_FLOP, default_tile
 from cute_attn.kernels.backward_sm80.loads import BlockLoad, first_term, term_of
 from cute_attn.kernels.backward_sm80.params import BackwardParams, Gradients, MainloopContext, ReadAhead
-from cute_attn.kernels.backward_sm80.products import Operands, Products
-from cute_attn.kernels.backward_sm80.step import step_content
+from cute_attn.kernels.backward_sm80.products import Operands, Products, step_content
 from cute_attn.kernels.backward_sm80.storage import (
     BAND,
     BLOCKS,
@@ -63,8 +61,8 @@ from cute_attn.kernels.backward_sm80.storage import (
     gradient_factors,
 )
 from cute_attn.kernels.backward_sm80.streamed import Streamed
+from cute_attn.kernels.base import AttentionKernel, beyond
 from cute_attn.kernels.copies import Copies
-from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, padded
@@ -89,7 +87,7 @@ TermScales = Annotated[
 
 
 @dataclass(frozen=True)
-class BackwardSm80:
+class BackwardSm80(AttentionKernel):
     """Main backward kernel for (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
@@ -106,12 +104,7 @@ class BackwardSm80:
 
     @classmethod
     def default_tile(cls, traits: Traits, target: str) -> BackwardSm80Tile:
-        """The tile that is used if none is named."""
         return default_tile(traits, target)
-
-    def for_lengths(self, *sizes: Any, **more: Any) -> "BackwardSm80":
-        """This kernel: its default tile does not depend on lengths."""
-        return self
 
     def terms_pay(self, rows: int, seqlen_k: int) -> bool:
         """True if operands in terms are faster, splitting included; rows: queries of all heads and sequences."""
@@ -122,25 +115,16 @@ class BackwardSm80:
         """This kernel with the default tile for whole fp32 operands."""
         return dataclasses.replace(self, tile=default_tile(self.traits, target, whole=True))
 
-    @functools.cached_property
-    def epilogues(self) -> EpilogueChain:
-        """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits)
-
-    def score_args(self, inputs: ScoreInputs) -> tuple:
-        """The epilogues' arguments of one launch."""
-        return self.epilogues.host_args(inputs)
+    @property
+    def can_visit_lists(self) -> bool:
+        """Always False: the kernel visits all blocks."""
+        return False
 
     def step_content(self) -> StepContent:
         """Content of a step that needs no mask."""
         return step_content(self.traits, self.tile, self.products.each)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
-
-    @property
-    def dtype(self) -> Any:
-        """Element type of the gradients, and of Q, K, V and dO unless they are terms."""
-        return fakes.CUTE_DTYPES[self.traits.dtype]
 
     @property
     def operand_dtype(self) -> Any:

@@ -5,9 +5,9 @@ from typing import Any
 
 from cutlass import Float32, Int32, Int64, cute
 
-from cute_attn.device.band import Band
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import optimization_barrier, rematerialize
+from cute_attn.device.score_tile import Band
 from cute_attn.device.seqlen import Seqlens, workspace_rows
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm80.loads import BlockLoad

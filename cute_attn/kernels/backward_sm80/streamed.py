@@ -18,10 +18,10 @@ import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
-from cute_attn.device.band import Band
 from cute_attn.device.gemm import below_1024
 from cute_attn.device.math import rematerialize, rematerialize_each
 from cute_attn.device.probabilities import score_gradient
+from cute_attn.device.score_tile import Band
 from cute_attn.device.seqlen import existing_rows, padded_row0, sequence, workspace_rows
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels import dq_order as dq

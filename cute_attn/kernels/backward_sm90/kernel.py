@@ -65,11 +65,10 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 import layouts
+from cute_attn.device.gemm import operand_layout
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.seqlen import padded_row0, sequence, workspace_rows
-from cute_attn.device.wgmma import operand_layout
 from cute_attn.epilogues.chain import EpilogueChain
-from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels import fakes
 from cute_attn.kernels.backward_sm90.consumer import Consumer
 from cute_attn.kernels.backward_sm90.heuristics import EMPTY, FEW_ROWS, TABLE, keys, lengths_of, visited_rows
@@ -79,19 +78,23 @@ from cute_attn.kernels.backward_sm90.params import (
     BackwardParams,
     shared_memory,
 )
-from cute_attn.kernels.backward_sm90.producer import Producer
-from cute_attn.kernels.backward_sm90.roles import BiasGradientStorer, DqAdder, PhiloxProducer, TurnGiver
+from cute_attn.kernels.backward_sm90.roles import (
+    BiasGradientStorer,
+    DqAdder,
+    PhiloxProducer,
+    Producer,
+    TurnGiver,
+)
 from cute_attn.kernels.backward_sm90.scores_ahead import ScoresAhead
 from cute_attn.kernels.backward_sm90.steps import DqInStep, DqLate
+from cute_attn.kernels.base import AttentionKernel, beyond
 from cute_attn.kernels.copies import Copies, transposed
 from cute_attn.kernels.dq_order import block_floats, mma_dq
-from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
-from cute_attn.outputs.dq_turns import DqTurns
-from cute_attn.outputs.peer_sum import cluster_barrier
+from cute_attn.outputs.accumulate import DqTurns, cluster_barrier
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import bias_tma
-from cute_attn.tiles import BackwardSm90Tile, first_that_fits, padded
+from cute_attn.tiles import BackwardSm90Tile, Sizes, first_that_fits, padded
 from cute_attn.tiles.backward import COUNTERS
 from cute_attn.traits import LARGE_HEAD_DIM, MAX_HEAD_DIM, Traits
 from cute_attn.work.block_range import BlockRange
@@ -123,7 +126,7 @@ def _undivided(traits: Traits) -> str | None:
 
 
 @dataclass(frozen=True)
-class BackwardSm90:
+class BackwardSm90(AttentionKernel):
     """Main backward kernel of (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
@@ -137,39 +140,27 @@ class BackwardSm90:
         reason = beyond(traits, "backward-sm90", most=MAX_HEAD_DIM) or _undivided(traits)
         return reason or EpilogueChain.decline(traits)
 
-    @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> BackwardSm90Tile:
-        return TABLE.first(traits, target, *keys(traits, target))
+    table, keys = TABLE, staticmethod(keys)
 
-    def for_lengths(
-        self,
-        seqlen_q: int,
-        seqlen_k: int,
-        group: int,
-        target: str = "sm90",
-        pairs: int | None = None,
-        window: int = 0,
-    ) -> "BackwardSm90":
-        """This kernel, with a smaller tile if many rows or keys of the default tile would be empty.
-
-        A kernel with another tile than the default one keeps its tile.
-        """
+    def tile_for(self, target: str, sizes: Sizes) -> BackwardSm90Tile:
+        """A smaller tile if many rows or keys of the default tile would be empty. Another tile stays."""
         tile_m, tile_n = self.tile.tile_m, self.tile.tile_n
-        rows, few = (visited_rows(n, tile_n, seqlen_q, window) for n in (tile_m, FEW_ROWS))
-        own = self.tile != BackwardSm90.default_tile(self.traits, target)
-        lengths = lengths_of(seqlen_q, seqlen_k, tile_n)
-        if lengths != "long" and not own:
+        if self.tile != BackwardSm90.default_tile(self.traits, target):
+            return self.tile
+        lengths = lengths_of(sizes.seqlen_q, sizes.seqlen_k, tile_n)
+        if lengths != "long":
             of_few_keys = TABLE.first(self.traits, target, *keys(self.traits, target, lengths))
             if of_few_keys != self.tile:
-                return replace(self, tile=of_few_keys)
-        if own or tile_m == FEW_ROWS or rows < EMPTY * few:
-            return self
+                return of_few_keys
+        rows, few = (visited_rows(n, tile_n, sizes.seqlen_q, sizes.window) for n in (tile_m, FEW_ROWS))
+        if tile_m == FEW_ROWS or rows < EMPTY * few:
+            return self.tile
         fewer = [
             tile
             for tile in TABLE.tiles(*keys(self.traits, target))
             if tile.tile_m <= FEW_ROWS and tile.tile_m != tile_m and tile.bias_stages == self.tile.bias_stages
         ]
-        return replace(self, tile=first_that_fits(fewer, self.traits, target)) if fewer else self
+        return first_that_fits(fewer, self.traits, target) if fewer else self.tile
 
     def storing_dq(
         self, seqlen_q: int, seqlen_k: int, group: int, pairs: int, multiprocessors: int
@@ -229,15 +220,6 @@ class BackwardSm90:
         """This kernel with the default tile for a bias that TMA cannot load, or whose gradient TMA cannot store."""
         return replace(self, tile=TABLE.first(self.traits, "sm90", *keys(self.traits, "sm90", tma=False)))
 
-    @functools.cached_property
-    def epilogues(self) -> EpilogueChain:
-        """The score epilogues that the traits ask for."""
-        return EpilogueChain.of(self.traits, self.tile)
-
-    def score_args(self, inputs: ScoreInputs) -> tuple:
-        """The epilogues' arguments of one launch."""
-        return self.epilogues.host_args(inputs)
-
     def step_content(self) -> StepContent:
         """Content of a step of the unmasked loop, with dQ of the previous step."""
         tile, (d, dv), groups = self.tile, self.dims, self.tile.warpgroups
@@ -262,11 +244,6 @@ class BackwardSm90:
         )
 
     # ---- layouts, copies and MMAs: override one of these to experiment ----
-
-    @property
-    def dtype(self) -> Any:
-        """Element type of Q, K, V, dO, dK and dV."""
-        return fakes.CUTE_DTYPES[self.traits.dtype]
 
     @property
     def dims(self) -> tuple[int, int]:

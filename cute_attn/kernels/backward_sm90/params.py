@@ -8,12 +8,10 @@ from cutlass import Float32, Int16, Int32, Int64, cute, memory
 from cute_attn.device.pipeline import Pipeline, SharedDoubleBuffer
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.fakes import CUTE_DTYPES
-from cute_attn.outputs.dq_staging import DqStaging
-from cute_attn.outputs.peer_sum import PeerSum
+from cute_attn.outputs.accumulate import DqStaging, PeerSum
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import TmaBiasOfQueries
-from cute_attn.work.broadcast import KeyTile, KeyTileBroadcast
-from cute_attn.work.cluster_claims import ClusterClaims
+from cute_attn.work.broadcast import ClusterClaims, KeyTile, KeyTileBroadcast
 from cute_attn.work.key_tiles import HeadSplits, KeyTileOrder, QueryHeads
 
 

@@ -12,13 +12,12 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 import layouts
-from cute_attn.device.convert import converted
 from cute_attn.device.copy import zero_rows
-from cute_attn.device.math import optimization_barrier, rematerialize_each
+from cute_attn.device.gemm import start_gemm
+from cute_attn.device.math import converted, optimization_barrier, rematerialize_each
 from cute_attn.device.pipeline import Accessed, Pipeline, consumer_barrier
 from cute_attn.device.probabilities import probabilities, row_values, score_gradient, start_from
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.backward_sm90.params import BackwardStorage, Fragments
 from cute_attn.kernels.dq_order import accumulator_shape, block_floats, make_accumulator

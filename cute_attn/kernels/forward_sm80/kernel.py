@@ -25,7 +25,6 @@ In fp32 both products multiply tf32 terms, see ``cute_attn.device.gemm_terms``. 
 Limits: head dims up to 576, padded in shared memory and registers; rows are multiples of 16 bytes, 16-byte aligned.
 """
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -38,24 +37,21 @@ import layouts
 from cute_attn.device.copy import RowCopy
 from cute_attn.device.math import optimization_barrier
 from cute_attn.device.seqlen import Seqlens, sequence
-from cute_attn.epilogues.chain import EpilogueChain, ScoreState
-from cute_attn.epilogues.inputs import ScoreInputs
+from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels import fakes
+from cute_attn.kernels.base import AttentionKernel, beyond
 from cute_attn.kernels.copies import Copies
-from cute_attn.kernels.forward_sm80.few_rows import tile_for_lengths
-from cute_attn.kernels.forward_sm80.heuristics import default_tile
+from cute_attn.kernels.forward_sm80.heuristics import default_tile, tile_for_lengths
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
-from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
-from cute_attn.kernels.forward_sm80.storage import ForwardParams, Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.storage import BlockLoad, ForwardParams, Operands, SharedMemory
 from cute_attn.kernels.forward_sm80.warps_along_n import SharedRows
-from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import PRODUCTS_OF, StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.fragment_rows import store_rows
-from cute_attn.outputs.lse import store_lse
-from cute_attn.tiles import ForwardSm80Tile, padded
+from cute_attn.outputs.partial import store_lse
+from cute_attn.tiles import ForwardSm80Tile, Sizes, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits, head_dim_multiple
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import ForwardSchedule, QueryGrid, QueryTile
@@ -66,7 +62,7 @@ enough short tiles after them for all CTAs, two per multiprocessor."""
 
 
 @dataclass(frozen=True)
-class ForwardSm80:
+class ForwardSm80(AttentionKernel):
     """The forward kernel for (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
@@ -87,30 +83,11 @@ class ForwardSm80:
     def default_tile(cls, traits: Traits, target: str) -> ForwardSm80Tile:
         return default_tile(traits, target)
 
-    def for_lengths(
-        self,
-        seqlen_q: int,
-        seqlen_k: int,
-        group: int,
-        target: str = "sm80",
-        pairs: int | None = None,
-        window: int = 0,
-    ) -> "ForwardSm80":
-        """This kernel with its default tile replaced by the tile for sequences of at most these lengths.
-
-        group: query heads per key head. pairs, the number of (sequence, query head) pairs, and window have no effect.
-        In fp32 and for large head dims the tile ignores lengths. A variant keeps its tile, since layouts may differ.
-        """
-        traits = self.traits
-        if self.single or self.tile.warps_n > 1 or traits.variant:
-            return self
-        tile = tile_for_lengths(traits, seqlen_q, group, self.tile, target)
-        return dataclasses.replace(self, tile=tile)
-
-    @functools.cached_property
-    def epilogues(self) -> EpilogueChain:
-        """The chain of score epilogues for the traits."""
-        return EpilogueChain.of(self.traits, self.tile if self.can_visit_lists else None)
+    def tile_for(self, target: str, sizes: Sizes) -> ForwardSm80Tile:
+        """In fp32 and for large head dims the tile ignores lengths. A variant keeps its tile: layouts may differ."""
+        if self.single or self.tile.warps_n > 1 or self.traits.variant:
+            return self.tile
+        return tile_for_lengths(self.traits, sizes.seqlen_q, sizes.group, self.tile, target)
 
     @property
     def can_visit_lists(self) -> bool:
@@ -121,10 +98,6 @@ class ForwardSm80:
         op, tile = self.traits.op, self.tile
         plain = op == "kvcache" or (op in ("forward", "jvp") and tile.pack_heads == tile.key_groups == 1)
         return plain and tile.warps_n == 1 and not self.single
-
-    def score_args(self, inputs: ScoreInputs) -> tuple:
-        """The epilogues' arguments for one launch."""
-        return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
         """Instruction counts of a step of the unmasked loop, with one more exp2 per row for O's factor."""

@@ -13,10 +13,10 @@ from cutlass.cute.nvgpu import warpgroup
 
 import layouts
 from cute_attn.device.copy import zero_rows
+from cute_attn.device.gemm import start_gemm
 from cute_attn.device.math import convert_to_16_bits, optimization_barrier, rematerialize
 from cute_attn.device.pipeline import WARPGROUP, Accessed, warpgroup_any, warpgroup_barrier
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm90.role import ForwardRole
@@ -27,7 +27,7 @@ from cute_attn.kernels.forward_sm90.storage import (
     PipelineState,
     all_rows,
 )
-from cute_attn.outputs.lse import store_lse
+from cute_attn.outputs.partial import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
 from cute_attn.rows.query_buffer import LastUse
 from cute_attn.work.block_range import BlockRange

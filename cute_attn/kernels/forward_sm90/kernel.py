@@ -32,7 +32,7 @@ aligned with a contiguous last dimension. For head dims above 256 see :mod:`cute
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -42,9 +42,8 @@ from cutlass.cute.nvgpu import cpasync
 import layouts
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.epilogues.chain import EpilogueChain
-from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.kernels import fakes
+from cute_attn.kernels.base import AttentionKernel, beyond
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop, StagedResults
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, keys
@@ -57,18 +56,17 @@ from cute_attn.kernels.forward_sm90.storage import (
     ForwardStorage,
     make_storage,
 )
-from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import PRODUCTS_OF, StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma
-from cute_attn.tiles import ForwardSm90Tile, padded
+from cute_attn.tiles import ForwardSm90Tile, Sizes, padded
 from cute_attn.traits import Traits
 from cute_attn.work.query_tiles import QueryTileOrder
 
 
 @dataclass(frozen=True)
-class ForwardSm90:
+class ForwardSm90(AttentionKernel):
     """The forward kernel for (traits, tile); ``__call__`` launches it."""
 
     traits: Traits
@@ -81,32 +79,14 @@ class ForwardSm90:
         """Why this kernel cannot serve ``traits``, or None."""
         return beyond(traits, "forward-sm90")
 
-    @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> ForwardSm90Tile:
-        return TABLE.first(traits, target, *keys(traits, target))
+    table: ClassVar[Any] = TABLE
+    keys: ClassVar[Any] = staticmethod(keys)
 
-    def for_lengths(
-        self,
-        seqlen_q: int,
-        seqlen_k: int,
-        group: int,
-        target: str = "sm90",
-        pairs: int | None = None,
-        window: int = 0,
-    ) -> "ForwardSm90":
-        """This kernel with its default tile replaced by the tile for sequences of at most these lengths.
-
-        Args:
-            group: query heads per key head.
-            pairs: number of (sequence, query head) pairs, or None if unknown; it is then assumed to fill the GPU.
-            window: maximum number of keys that a query sees in a window, 0 without a window.
-
-        A kernel with another tile than the package's default keeps its tile.
-        """
+    def tile_for(self, target: str, sizes: Sizes) -> ForwardSm90Tile:
+        """A kernel with another tile than the package's default keeps its tile."""
         if self.tile != ForwardSm90.default_tile(self.traits, target):
-            return self
-        tile = tile_for_lengths(self.tile, self.traits, seqlen_q, seqlen_k, group, pairs, window)
-        return dataclasses.replace(self, tile=tile)
+            return self.tile
+        return tile_for_lengths(self.tile, self.traits, sizes)
 
     def without_tma_bias(self) -> "ForwardSm90":
         """This kernel, whose tile is the default or chosen by lengths, with a bias read by threads instead of TMA."""
@@ -124,20 +104,11 @@ class ForwardSm90:
         """True if TMA loads the bias, whose strides and address must then be aligned like those of q, k and v."""
         return self.tile.bias_stages > 0
 
-    @functools.cached_property
-    def epilogues(self) -> EpilogueChain:
-        """The chain of score epilogues for the traits."""
-        return EpilogueChain.of(self.traits, self.tile if self.can_visit_lists else None)
-
     @property
     def can_visit_lists(self) -> bool:
         """True if the kernel can skip blocks that a block list omits; without a cache, packed heads prevent it."""
         op = self.traits.op
         return op == "kvcache" or (op in ("forward", "jvp") and self.tile.pack_heads == 1)
-
-    def score_args(self, inputs: ScoreInputs) -> tuple:
-        """The epilogues' arguments for one launch."""
-        return self.epilogues.host_args(inputs)
 
     def step_content(self) -> StepContent:
         """Instruction counts of a step of the unmasked loop.
@@ -154,11 +125,6 @@ class ForwardSm90:
         return StepContent(mma, exp2, elements, 4 * tile.warpgroups, async_bytes=loaded)
 
     # ---- layouts, copies and the MMAs: override one of these to experiment ----
-
-    @property
-    def dtype(self) -> Any:
-        """Element type of Q, K, V and O."""
-        return fakes.CUTE_DTYPES[self.traits.dtype]
 
     def smem_layout(self, rows: int, head_dim: int, stages: int | None = None) -> cute.ComposedLayout:
         """Layout (rows, padded head_dim[, stages]) in shared memory, with a swizzle for TMA and wgmma."""

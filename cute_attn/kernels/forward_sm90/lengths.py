@@ -11,6 +11,7 @@ from cute_attn.tiles import (
     MULTIPROCESSORS,
     PACKS,
     ForwardSm90Tile,
+    Sizes,
     best_packing,
     first_that_fits,
     may_pack_heads,
@@ -57,24 +58,10 @@ At these head dims rows begin within L2 sectors, so L2 traffic bounds the kernel
 """
 
 
-def tile_for_lengths(
-    default: ForwardSm90Tile,
-    traits: Traits,
-    seqlen_q: int,
-    seqlen_k: int,
-    group: int,
-    pairs: int | None = None,
-    window: int = 0,
-) -> ForwardSm90Tile:
-    """The tile for sequences of at most these lengths.
-
-    Args:
-        default: the tile for many long sequences.
-        group: query heads per key head.
-        pairs: number of (sequence, query head) pairs, or None if unknown; it is then assumed to fill the GPU.
-        window: maximum number of keys that a query sees in a window, 0 without a window.
-    """
-    short = _short_tile(traits, seqlen_q, seqlen_k, window)
+def tile_for_lengths(default: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> ForwardSm90Tile:
+    """The tile for sequences of at most these sizes. default: the tile for many long sequences."""
+    seqlen_q, group, pairs = sizes.seqlen_q, sizes.group, sizes.pairs
+    short = _short_tile(traits, sizes)
     plain = short or default
     tile = None
     if not traits.bias:
@@ -82,12 +69,12 @@ def tile_for_lengths(
         tiles = _packing_tiles(traits, short, default, seqlen_q * group)
         tile = best_packing(tiles, plain, seqlen_q, packed, traits.varlen)
         if tile is None and packed > 1:
-            tile = _with_group(plain, traits, seqlen_q, group, window)
+            tile = _with_group(plain, traits, sizes)
     if tile is None and pairs is not None and not traits.varlen:
         if traits.bias:
             tile = short or _biased_tile_for_work(default, traits, seqlen_q, pairs)
         else:
-            tile = _tile_for_work(plain, traits, seqlen_q, seqlen_k, pairs)
+            tile = _tile_for_work(plain, traits, sizes, pairs)
     tile = tile or plain
     if not default.speculative and not _is_of_scores(traits):
         # A function may grow along the keys: each step would be computed twice.
@@ -97,7 +84,7 @@ def tile_for_lengths(
     if lists_blocks(traits.epilogues) and (traits.windowed or traits.causal):
         # Bounds in addition to a list need registers; the list's blocks are multiples of 64 keys.
         return dataclasses.replace(tile, tile_n=64)
-    return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, seqlen_q, seqlen_k, window))
+    return dataclasses.replace(tile, tile_n=_keys_per_step(tile, traits, sizes))
 
 
 def _is_of_scores(traits: Traits) -> bool:
@@ -110,11 +97,12 @@ def _is_of_scores(traits: Traits) -> bool:
     return alone and not reads_keys(names) and not held(names, traits.op)
 
 
-def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> int:
+def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> int:
     """Keys per step for short sequences: the narrowest block that holds all keys, or else the one with least waste.
 
     Packed heads have few queries, whose windows begin and end at nearly the same keys: narrow blocks waste fewer keys.
     """
+    seqlen_k, window = sizes.seqlen_k, sizes.window
     options = [n for n in FEW_KEYS if n < tile.tile_n and (n % 32 == 0 or traits.dropout != "flash")]
     enough = [n for n in options if seqlen_k <= n]
     if enough:
@@ -123,8 +111,8 @@ def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_
         wide = 96 if tile.pack_heads >= 4 else 128
         return min(tile.tile_n, 64 if window <= NARROW_WINDOW else wide)
     first = 0  # first key that is visited
-    if traits.windowed and not (traits.varlen or traits.top_left) and seqlen_q <= tile.tile_m:
-        first = max(0, seqlen_k - seqlen_q - window + 1)
+    if traits.windowed and not (traits.varlen or traits.top_left) and sizes.seqlen_q <= tile.tile_m:
+        first = max(0, seqlen_k - sizes.seqlen_q - window + 1)
     elif traits.causal or traits.windowed:  # work tiles begin and end anywhere
         return tile.tile_n
 
@@ -139,14 +127,15 @@ def _keys_per_step(tile: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_
     return min((tile.tile_n, *options), key=cost)
 
 
-def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> ForwardSm90Tile | None:
+def _short_tile(traits: Traits, sizes: Sizes) -> ForwardSm90Tile | None:
     """The tile for queries that see few keys, or None.
 
     Softcap and functions make the softmax so slow that small CTAs, which overlap more, are faster at any length. With a
     bias that TMA loads and head dims above 64, a small tile is faster only if it holds all queries.
     """
     d = max(traits.head_dim, traits.head_dim_v)
-    seen = seqlen_k // 2 if _is_triangular(traits, seqlen_q, seqlen_k) else seqlen_k
+    seqlen_q, seqlen_k, window = sizes.seqlen_q, sizes.seqlen_k, sizes.window
+    seen = seqlen_k // 2 if _is_triangular(traits, sizes) else seqlen_k
     if traits.varlen:
         seen = int(PACKED * seen)  # only the longest is known
     if d <= 64 and lists_blocks(traits.epilogues):  # smaller ones have no registers for a list
@@ -170,14 +159,12 @@ def _short_tile(traits: Traits, seqlen_q: int, seqlen_k: int, window: int) -> Fo
     return tiles[0] if short else None
 
 
-def _is_triangular(traits: Traits, seqlen_q: int, seqlen_k: int) -> bool:
+def _is_triangular(traits: Traits, sizes: Sizes) -> bool:
     """True if queries see about half of the keys on average, False if nearly all."""
-    return traits.causal and (traits.top_left or seqlen_k < 2 * seqlen_q)
+    return traits.causal and (traits.top_left or sizes.seqlen_k < 2 * sizes.seqlen_q)
 
 
-def _with_group(
-    plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, group: int, window: int
-) -> ForwardSm90Tile | None:
+def _with_group(plain: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> ForwardSm90Tile | None:
     """The tile with packed query heads of a key head, and so fewer queries per tile, or None if that does not pay.
 
     Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked. Packed sequences waste
@@ -185,9 +172,9 @@ def _with_group(
     """
     d = max(traits.head_dim, traits.head_dim_v)
     pays = traits.varlen or traits.causal or traits.windowed
-    heads = max(n for n in (1, 2, 4, 8) if group % n == 0)
-    if window and heads == 1 < group:
-        heads = _heads_within(plain, traits, seqlen_q, group, window)
+    heads = max(n for n in (1, 2, 4, 8) if sizes.group % n == 0)
+    if sizes.window and heads == 1 < sizes.group:
+        heads = _heads_within(plain, sizes)
     if (
         heads < (2 if d > 128 or (d > 64 and traits.windowed) else 4)
         or not pays
@@ -199,14 +186,15 @@ def _with_group(
     return packed if packed.reject(traits, "sm90") is None else None
 
 
-def _heads_within(plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, group: int, window: int) -> int:
+def _heads_within(plain: ForwardSm90Tile, sizes: Sizes) -> int:
     """Number of packed heads for an odd group with a window: some rows stay empty, but work tiles see fewer keys."""
 
     def cost(heads: int) -> float:
         queries = plain.tile_m // heads
-        return -(-group // heads) * -(-seqlen_q // queries) * (queries + window + plain.tile_n)
+        work_tiles = -(-sizes.group // heads) * -(-sizes.seqlen_q // queries)
+        return work_tiles * (queries + sizes.window + plain.tile_n)
 
-    best = min((n for n in PACKS if n < 2 * group), key=cost)
+    best = min((n for n in PACKS if n < 2 * sizes.group), key=cost)
     return best if LEAST_GAIN * cost(best) < cost(1) else 1
 
 
@@ -230,13 +218,13 @@ def _of_warpgroups(traits: Traits, number: str) -> ForwardSm90Tile:
 
 
 def _tile_for_work(
-    plain: ForwardSm90Tile, traits: Traits, seqlen_q: int, seqlen_k: int, pairs: int
+    plain: ForwardSm90Tile, traits: Traits, sizes: Sizes, pairs: int
 ) -> ForwardSm90Tile | None:
     """A tile with fewer rows if ``plain`` leaves multiprocessors idle or computes empty rows, or 256, or None.
 
     If ``plain`` has 64 rows: the one-warpgroup tile if there are one, two or four CTAs per multiprocessor.
     """
-    triangular = _is_triangular(traits, seqlen_q, seqlen_k)
+    seqlen_q, triangular = sizes.seqlen_q, _is_triangular(traits, sizes)
     four = () if traits.windowed else TABLE.tiles(*keys(traits, "sm90", "four_warpgroups"))
 
     def estimate(tile: ForwardSm90Tile, shared: float, alone: float) -> float:

@@ -30,8 +30,7 @@ from cutlass import Boolean, Constexpr, Float16, Float32, Int32, cute
 from cute_attn.device.math import LOG2_E
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.device.seqlen import sequence
-from cute_attn.device.split_rows import split_tile
-from cute_attn.device.terms import P_EXPONENT, inverse_of_power_of_two
+from cute_attn.device.terms import P_EXPONENT, inverse_of_power_of_two, split_tile
 from cute_attn.kernels import fakes
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop

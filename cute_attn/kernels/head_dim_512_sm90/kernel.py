@@ -20,15 +20,15 @@ et al. 2024, https://arxiv.org/abs/2407.08608).
 Limits: those of the Hopper forward, with head dims up to 576 for q and k and 512 for v; TMA does not load a bias.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cutlass import Int32, cute
 
 import layouts
+from cute_attn.device.gemm import operand_layout
 from cute_attn.device.pipeline import WARPGROUP
-from cute_attn.device.wgmma import operand_layout
+from cute_attn.kernels.base import beyond
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer
@@ -42,11 +42,10 @@ from cute_attn.kernels.head_dim_512_sm90.storage import (
     consumer_thread,
     make_storage,
 )
-from cute_attn.kernels.limits import beyond
 from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
-from cute_attn.tiles import ForwardLargeTile, padded
+from cute_attn.tiles import ForwardLargeTile, Sizes, padded
 from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 
 
@@ -62,21 +61,10 @@ class ForwardLargeSm90(ForwardSm90):
             return f"head_dim_v is {traits.head_dim_v}; accepted: up to {MAX_HEAD_DIM_V}"
         return beyond(traits, most=MAX_HEAD_DIM)
 
-    @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> ForwardLargeTile:  # type: ignore[override]
-        return TABLE.first(traits, target, *keys(traits, target))
+    table, keys = TABLE, staticmethod(keys)
 
-    def for_lengths(
-        self,
-        seqlen_q: int,
-        seqlen_k: int,
-        group: int,
-        target: str = "sm90",
-        pairs: int | None = None,
-        window: int = 0,
-    ) -> "ForwardLargeSm90":
-        tile = tile_for_lengths(self.traits, self.tile, seqlen_q, group)
-        return dataclasses.replace(self, tile=tile)
+    def tile_for(self, target: str, sizes: Sizes) -> ForwardLargeTile:  # type: ignore[override]
+        return tile_for_lengths(self.traits, self.tile, sizes.seqlen_q, sizes.group)
 
     @property
     def can_visit_lists(self) -> bool:

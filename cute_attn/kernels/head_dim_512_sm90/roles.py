@@ -8,16 +8,16 @@ from cutlass import Constexpr, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 import layouts
+from cute_attn.device.gemm import start_gemm
 from cute_attn.device.math import rematerialize
 from cute_attn.device.pipeline import Accessed
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.device.wgmma import start_gemm
 from cute_attn.epilogues.softmax import multiply_rows, rescale_rows
 from cute_attn.kernels.forward_sm90.consumer import MainLoop
 from cute_attn.kernels.forward_sm90.role import ForwardRole
 from cute_attn.kernels.forward_sm90.storage import ConsumerThread, ForwardParams, PipelineState
 from cute_attn.kernels.head_dim_512_sm90.storage import SCORES, VALUES, LargeStorage
-from cute_attn.outputs.lse import store_lse
+from cute_attn.outputs.partial import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
 from cute_attn.rows.query_buffer import LastUse
 from cute_attn.work.query_tiles import QueryTile

@@ -33,15 +33,13 @@ from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.softmax import multiply_rows
 from cute_attn.epilogues.tangents import RowTangents
-from cute_attn.kernels.dual_launch import DualLaunch
+from cute_attn.kernels.base import DualLaunch, beyond
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
 from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
-from cute_attn.kernels.forward_sm80.loads import BlockLoad
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
-from cute_attn.kernels.forward_sm80.storage import ForwardParams, SharedMemory
+from cute_attn.kernels.forward_sm80.storage import BlockLoad, ForwardParams, SharedMemory
 from cute_attn.kernels.jvp_sm80.heuristics import TABLE, keys
-from cute_attn.kernels.limits import beyond
-from cute_attn.outputs.lse import store_lse
+from cute_attn.outputs.partial import store_lse
 from cute_attn.tiles import JvpSm80Tile
 from cute_attn.traits import MAX_DUAL_COLUMNS, Traits
 from cute_attn.work.query_tiles import QueryTile

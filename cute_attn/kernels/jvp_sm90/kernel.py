@@ -23,14 +23,14 @@ from typing import Any
 from cutlass import Constexpr, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_attn.device.gemm import issue
 from cute_attn.device.math import convert_to_16_bits, rematerialize
 from cute_attn.device.pipeline import WARPGROUP, Pipeline
 from cute_attn.device.score_tile import ScoreTile
 from cute_attn.device.seqlen import Seqlens
-from cute_attn.device.wgmma import issue
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.tangents import RowTangents
-from cute_attn.kernels.dual_launch import DualLaunch
+from cute_attn.kernels.base import DualLaunch, beyond
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
 from cute_attn.kernels.forward_sm90.kernel import ForwardSm90
 from cute_attn.kernels.forward_sm90.storage import (
@@ -43,8 +43,7 @@ from cute_attn.kernels.forward_sm90.storage import (
     make_fragments,
 )
 from cute_attn.kernels.jvp_sm90.heuristics import TABLE, keys
-from cute_attn.kernels.limits import beyond
-from cute_attn.outputs.lse import store_lse
+from cute_attn.outputs.partial import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.tiles import JvpSm90Tile
@@ -237,9 +236,7 @@ class JvpSm90(DualLaunch, ForwardSm90):
     def supports(cls, traits: Traits) -> str | None:
         return beyond(traits, "jvp-sm90", most=MAX_DUAL_COLUMNS) or EpilogueChain.decline(traits)
 
-    @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> JvpSm90Tile:
-        return TABLE.first(traits, target, *keys(traits, target))
+    table, keys = TABLE, staticmethod(keys)
 
     # ---- host ----
 

@@ -1,5 +1,1 @@
 """The Hopper forward for attention with a cache, for head dims above 256: up to 576 for q and k and 512 for v."""
-
-from cute_attn.kernels.kvcache_512_sm90.kernel import KvcacheLargeSm90
-
-__all__ = ["KvcacheLargeSm90"]

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from cutlass import Int64, cute
 
+from cute_attn.kernels.base import beyond_cache
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
 from cute_attn.kernels.head_dim_512_sm90.storage import LargeStorage
@@ -28,7 +29,6 @@ from cute_attn.kernels.kvcache_512_sm90.roles import (
 )
 from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
 from cute_attn.kernels.kvcache_sm90.roles import CacheResults
-from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EntryTiles, PagedTiles
 from cute_attn.tiles import KvcacheLargeTile, is_latent_dim

@@ -5,7 +5,7 @@ They have fewer keys than the forward's, since pages and stream-K need registers
 
 import dataclasses
 
-from cute_attn.kernels.forward_sm80.few_rows import (
+from cute_attn.kernels.forward_sm80.heuristics import (
     ctas_per_multiprocessor,
     tile_for_lengths,
     tiles_for_few_rows,

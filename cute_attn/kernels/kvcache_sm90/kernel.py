@@ -30,13 +30,13 @@ from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.kernels import fakes
+from cute_attn.kernels.base import beyond_cache
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile
 from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, FoldedConsumer, StreamKProducer
-from cute_attn.kernels.limits import beyond_cache
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
 from cute_attn.tiles import KvcacheSm90Tile, padded
