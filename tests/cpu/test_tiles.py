@@ -269,6 +269,8 @@ forward d64 749 749 pairs=256 -> tile_m=256
 forward d64 577 577 pairs=256 -> tile_m=64
 forward d64-causal 4096 4096 pairs=128 -> tile_m=256
 forward d64,d72 1100 1100 pairs=264 -> tile_m=192
+forward d64-causal 4096 4096 group=4,8 pairs=64 -> tile_m=256
+forward d64-causal 4096 4096 group=4,8 pairs=57 -> tile_m=192
 forward d80 1024 1024 pairs=256 -> tile_m=128
 forward d32-bias_bf16 32 128 pairs=16384 -> tile_m=64
 forward d128-bias_bf16 65 4096 pairs=8 -> tile_m=64

@@ -72,7 +72,7 @@ TILES = [
     (FORWARD[12], "q_in_regs=false"),
     (FORWARD[23], "tile_m=128,tile_n=64,share_qo_smem=true"),
     (Case("full-d64", **SHORT), ROWS_256),
-    (Case("causal-d64-gqa", causal=True, **GQA), ROWS_256),
+    (Case("causal-d64-gqa", causal=True, **GQA), f"{ROWS_256},pack_heads=4"),
     (Case("sinks-d64", sinks="bf16", causal=True, **ODD), ROWS_256),
     (
         Case("full-d72", head_dim=72, **ODD),

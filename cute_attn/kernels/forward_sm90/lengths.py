@@ -51,6 +51,10 @@ FOUR_WARPGROUPS, FOUR_OVER_ONE, LITTLE = 0.985, 0.95, 0.99
 """A row's time in a tile of 256 rows relative to 192 rows and to the short tile of 64, since K and V are loaded less
 often, and the maximum ratio of estimated times for choosing it in place of 192."""
 
+PACKED_WORK = 7
+"""Minimum work tiles of 256 rows per multiprocessor for packed heads in them, under a causal mask: 1.02 to 1.07 times
+the speed of 192 rows. Fewer were not measured."""
+
 MANY_ROWS = {72: 1.25, 88: 1.2, 104: 1.08}
 """Head dims with tiles of 192 rows -> a row's time in a tile of 128 rows relative to this tile.
 
@@ -168,7 +172,8 @@ def _with_group(plain: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> Forward
     """The tile with packed query heads of a key head, and so fewer queries per tile, or None if that does not pay.
 
     Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked. Packed sequences waste
-    fewer rows at their ends. Head dims 65 to 128 gain only with packed sequences or a window.
+    fewer rows at their ends. Head dims 65 to 128 gain only with packed sequences or a window. Much work of equal lengths
+    is done in 256 rows.
     """
     d = max(traits.head_dim, traits.head_dim_v)
     pays = traits.varlen or traits.causal or traits.windowed
@@ -182,6 +187,10 @@ def _with_group(plain: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> Forward
         or plain.tile_m == 64
     ):
         return None
+    if sizes.pairs and not (traits.varlen or traits.windowed):
+        for tile in TABLE.tiles(*keys(traits, "sm90", "four_warpgroups"))[:1]:
+            work_tiles = _count(tile, sizes.seqlen_q, sizes.pairs)
+            plain = tile if work_tiles >= PACKED_WORK * MULTIPROCESSORS else plain
     packed = dataclasses.replace(plain, pack_heads=heads)
     return packed if packed.reject(traits, "sm90") is None else None
 
