@@ -39,7 +39,6 @@ from cute_attn.epilogues.names import user_epilogue
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.epilogues.tangents import RowTangents
 from cute_attn.traits import Traits
-from cute_attn.work.block_range import BlockRange
 from layouts.model import no_arguments
 
 
@@ -507,8 +506,8 @@ def _copy(source: cute.Tensor, target: cute.Tensor):
 
 
 @cute.jit
-def _row(ctx: QueryBlockContext, blocks: BlockRange, row: Int32, args: Any, head: Int32, scale: Float32):
-    """Compute O and LSE of a row, and their tangents, from its scores in all blocks."""
+def _row(ctx: QueryBlockContext, blocks: Any, row: Int32, args: Any, head: Int32, scale: Float32):
+    """Compute O and LSE of a row, and their tangents, from its scores in all blocks (a ``BlockRange``)."""
     softmax, tangents = ctx.online_softmax(), None
     if cutlass.const_expr(ctx.has_tangents):
         tangents = RowTangents.make(1, ctx.kernel.epilogues.tangent_scale(scale))
