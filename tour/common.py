@@ -24,8 +24,8 @@ import layouts
 from cute_attn.compiler import registry
 from cute_attn.device.math import LOG2_E, exp2
 from cute_attn.kernels import fakes
+from cute_attn.kernels.base import StepContent, mma_sync_count, wgmma_count
 from cute_attn.kernels.copies import Copies
-from cute_attn.kernels.step import StepContent, mma_sync_count, wgmma_count
 from cute_attn.tiles import Tile
 from cute_attn.traits import Traits
 

@@ -36,8 +36,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 import layouts
 from cute_attn.compiler.registry import register
 from cute_attn.device.gemm import operand_layout, start_gemm
+from cute_attn.kernels.base import StepContent, wgmma_count
 from cute_attn.kernels.dq_order import accumulator_rows, mma_dq
-from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm90Tile
 from tour.common import BackwardLevel

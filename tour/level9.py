@@ -38,9 +38,9 @@ from cute_attn.compiler.registry import register
 from cute_attn.device.copy import block_of_rows
 from cute_attn.device.seqlen import sequence
 from cute_attn.kernels import fakes
+from cute_attn.kernels.base import StepContent, mma_sync_count
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.dq_order import accumulator_rows
-from cute_attn.kernels.step import StepContent, mma_sync_count
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile
 from tour.common import BackwardLevel, NoScoreArgs

@@ -44,7 +44,7 @@ from cute_attn.kernels.base import beyond, more_than
 from cute_attn.outputs.fold import RowSums, added, normalized, with_sink
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile, partial_columns
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM_V, Traits
-from cute_attn.work.key_splits import Partials
+from cute_attn.work.block_range import Partials
 from cute_attn.work.stream_k import OVERHEAD, StreamK, VisibleBlocks
 
 

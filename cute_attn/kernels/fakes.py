@@ -16,7 +16,7 @@ from cute_attn.device.key_rows import CacheTables
 from cute_attn.device.math import CUTE_DTYPES as CUTE_DTYPES
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.traits import Traits
-from cute_attn.work.key_splits import Partials
+from cute_attn.work.block_range import Partials
 from cute_attn.work.key_tiles import BackwardSchedule
 from cute_attn.work.query_tiles import ForwardSchedule
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from cute_attn.compiler import registry
 from cute_attn.compiler.cubin import Resources
-from cute_attn.kernels.step import StepContent
+from cute_attn.kernels.base import StepContent
 from cute_attn.lab.copies import Conflicts
 from cute_attn.lab.sass import Code
 from cute_attn.lab.verdict import Verdict, content_of, judge

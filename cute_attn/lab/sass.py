@@ -23,7 +23,7 @@ except ImportError:
     raise ImportError("reading machine code needs networkx; pip install networkx") from None
 
 from cute_attn.compiler import cubin as _cubin
-from cute_attn.kernels.step import Loops, StepContent
+from cute_attn.kernels.base import Loops, StepContent
 
 PACKAGES = ("cute_attn", "layouts")
 SOURCES = Path(__file__).resolve().parents[2]

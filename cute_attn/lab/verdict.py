@@ -23,7 +23,7 @@ from rich.text import Text
 
 from cute_attn import compiler
 from cute_attn.compiler import CompiledKernel, SpillWarning, registry
-from cute_attn.kernels.step import StepContent
+from cute_attn.kernels.base import StepContent
 from cute_attn.lab.copies import Conflicts, conflicts
 from cute_attn.lab.findings import findings
 from cute_attn.lab.gpu import ADDED_BYTES, MULTIPROCESSORS, SCHEDULERS, SHARED_BYTES, SPECIAL, resident_blocks

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, cute
 
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.work.key_splits import Partials
+from cute_attn.work.block_range import Partials
 from cute_attn.work.query_tiles import QueryTile
 
 

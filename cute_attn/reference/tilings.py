@@ -15,8 +15,13 @@ from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference import emulate
 from cute_attn.reference.definition import attend
-from cute_attn.reference.emulate import Emulated, EmulatedGradients, features_of
-from cute_attn.reference.emulated import GradientBuffers, every_key_block
+from cute_attn.reference.emulate import (
+    Emulated,
+    EmulatedGradients,
+    GradientBuffers,
+    every_key_block,
+    features_of,
+)
 from cute_attn.traits import Traits
 
 

@@ -419,7 +419,7 @@ class BackwardSm90Tile(Tile):
 
     @property
     def mask_words(self) -> int:
-        """Words of the dropout mask for each thread and step; see ``cute_attn.epilogues.dropout_words``."""
+        """Words of the dropout mask for each thread and step; see ``cute_attn.epilogues.dropout``."""
         return -(-self.tile_m // 64)
 
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ from cutlass import Boolean, Int32, cute
 
 from cute_attn.device.pipeline import Accessed, Pipeline
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens
-from cute_attn.work.key_splits import KeySplit
+from cute_attn.work.block_range import KeySplit
 from cute_attn.work.query_tiles import WorkClaims
 
 STAGES = 2

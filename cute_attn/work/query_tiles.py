@@ -8,7 +8,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
 from cute_attn.device.math import optimization_barrier
 from cute_attn.device.seqlen import SeqlenInfo, Seqlens, first_block, sequence_of_block
-from cute_attn.work.key_splits import KeySplit
+from cute_attn.work.block_range import KeySplit
 from cute_attn.work.sections import Sections
 
 L2_SECTION_BYTES = 32 << 20

@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from cute_attn import reference
 from cute_attn.device.seqlen import SeqlenInfo
-from cute_attn.reference import emulate, emulated
+from cute_attn.reference import emulate
 from cute_attn.reference import kvcache as ref
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
 from tests.tensors import int32
@@ -40,7 +40,7 @@ def test_tiles_have_the_scores_of_the_definition(name, heads, features, dtype, f
     tiling = TILINGS[name].of(f"{features}bias_{dtype}", op="kvcache")
     tiling = replace(tiling, tile=replace(tiling.tile, pack_heads=heads))
     if first:
-        monkeypatch.setattr(emulated, "SeqlenInfo", padded(first))
+        monkeypatch.setattr(emulate, "SeqlenInfo", padded(first))
         emulate._compiled.cache_clear()
     for seqlen_q, seqlen_k, more in ((1, 100, 0), (33, 259, 3), (70, 64, 64)):
         check_tiles(tiling, heads, features, DTYPES[dtype], first, seqlen_q, seqlen_k, more)

@@ -14,8 +14,7 @@ from cute_attn.device.key_rows import CacheTables, KeyRows
 from cute_attn.device.seqlen import sequence
 from cute_attn.host.call import is_latent
 from cute_attn.kernels import fakes
-from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
-from cute_attn.kernels.forward_sm80.storage import BlockLoad
+from cute_attn.kernels.forward_sm80.storage import BlockLoad, KeyGroup
 from cute_attn.kernels.kvcache_sm80.kernel import KvcacheSm80, PagedLoad
 from cute_attn.reference import emulate
 from cute_attn.tiles import padded

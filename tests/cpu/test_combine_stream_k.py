@@ -16,7 +16,7 @@ from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.combine import CombineStreamK, StreamKRows
 from cute_attn.tiles.inference import CombineStreamKTile
 from cute_attn.traits import Traits
-from cute_attn.work.key_splits import Partials
+from cute_attn.work.block_range import Partials
 from cute_attn.work.stream_k import OVERHEAD
 from tests.divided_keys import QUERIES, TILE_N, Line
 from tests.merged_rows import merge_rows

@@ -439,7 +439,7 @@ def test_what_shapes_a_kernel_imports_only_that():
 
 
 def test_a_kernel_imports_no_other_one_than_that_which_it_extends():
-    shared = {"base", "copies", "dq_order", "fakes", "step"}
+    shared = {"base", "copies", "dq_order", "fakes"}
     extended: dict[str, set[str]] = {}
     for place in (*registry._OWN.values(), *registry._LARGE.values()):
         own = extended.setdefault(place.partition(".")[0], set())

@@ -19,8 +19,7 @@ from cute_attn import reference
 from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import register_epilogue
-from cute_attn.reference.emulate import features_of
-from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
+from cute_attn.reference.emulate import MASKED, UNMASKED, UNVISITED, features_of
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
 from tests.problem import DTYPES
 from tests.tensors import far_apart, inputs_of, int32

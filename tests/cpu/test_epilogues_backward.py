@@ -18,7 +18,7 @@ from cute_attn.epilogues.bias import untransposed
 from cute_attn.epilogues.chain import EpilogueChain
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.epilogues.names import register_epilogue
-from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
+from cute_attn.reference.emulate import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, TINY, TRANSPOSED, Scores
 from cute_attn.traits import Traits
 from tests.problem import DTYPES

@@ -5,7 +5,7 @@ import pytest
 from cute_attn.compiler import registry
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
-from cute_attn.rows.query_buffer import LastUse, QueryBuffer
+from cute_attn.rows.tma import LastUse, QueryBuffer
 from cute_attn.tiles import ForwardLargeTile, ForwardSm90Tile
 from cute_attn.traits import Traits
 

@@ -11,7 +11,7 @@ from cutlass.cute.runtime import from_dlpack
 import layouts
 from cute_attn.compiler import registry
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.forward_sm80.key_groups import GroupResults
+from cute_attn.kernels.forward_sm80.storage import GroupResults
 from cute_attn.tiles import ForwardSm80Tile
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import Traits

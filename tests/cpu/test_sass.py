@@ -3,7 +3,7 @@
 import pytest
 
 from cute_attn.compiler import compile, cubin
-from cute_attn.kernels.step import StepContent
+from cute_attn.kernels.base import StepContent
 from cute_attn.lab.sass import BYTES, Code, Loop, StepNotFound
 from tests import toy
 from tests.listings import instructions

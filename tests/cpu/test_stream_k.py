@@ -10,8 +10,7 @@ from cutlass.cute.runtime import from_dlpack, make_fake_stream
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cute_attn.work.block_range import BlockLists, BlockRange
-from cute_attn.work.key_splits import KeySplit, Partials
+from cute_attn.work.block_range import BlockLists, BlockRange, KeySplit, Partials
 from tests.divided_keys import KINDS, Line, divide_by_a_warp, fakes
 from tests.tensors import int32, run
 

@@ -61,9 +61,8 @@ from cute_attn.kernels.backward_sm80.storage import (
     gradient_factors,
 )
 from cute_attn.kernels.backward_sm80.streamed import Streamed
-from cute_attn.kernels.base import AttentionKernel, beyond
+from cute_attn.kernels.base import AttentionKernel, StepContent, beyond
 from cute_attn.kernels.copies import Copies
-from cute_attn.kernels.step import StepContent
 from cute_attn.outputs.accumulate import add_fragment
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM, Traits

@@ -16,7 +16,7 @@ from cute_attn.device.gemm import SmemOperand, SmemResult, gemm, gemm_rs, gemm_s
 from cute_attn.device.gemm_terms import Fp32Operand, Fp32Result, StoredTerms, paired_operand_a
 from cute_attn.device.terms import P_EXPONENT, PRODUCTS, Terms, split
 from cute_attn.kernels.backward_sm80.storage import BackwardSm80Storage
-from cute_attn.kernels.step import StepContent, mma_sync_count, product_loop
+from cute_attn.kernels.base import StepContent, mma_sync_count, product_loop
 from cute_attn.tiles import BackwardSm80Tile, padded
 from cute_attn.traits import Traits
 

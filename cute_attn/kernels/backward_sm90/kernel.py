@@ -49,7 +49,7 @@ it wrote. With ``bias_stages``, another warp stores the bias gradient if it equa
 Above head dim 128 dK and dV of 64 keys exceed a warpgroup's registers. P goes through shared memory too
 (``p_in_smem``): the warpgroups divide the keys of S, and the columns of dV, dK and dQ, which is not a step late.
 
-Above 256 two CTAs divide the head dims: :mod:`cute_attn.kernels.backward_sm90.scores_ahead`.
+Above 256 two CTAs divide the head dims: :class:`cute_attn.kernels.backward_sm90.steps.ScoresAhead`.
 
 Limits: fp16 and bf16; head dims up to 576, multiples of 8, padded to multiples of 32 in shared memory; if one is
 above 256, both have to be multiples of 64; rows 16-byte aligned with a contiguous last dimension.
@@ -85,12 +85,10 @@ from cute_attn.kernels.backward_sm90.roles import (
     Producer,
     TurnGiver,
 )
-from cute_attn.kernels.backward_sm90.scores_ahead import ScoresAhead
-from cute_attn.kernels.backward_sm90.steps import DqInStep, DqLate
-from cute_attn.kernels.base import AttentionKernel, beyond
+from cute_attn.kernels.backward_sm90.steps import DqInStep, DqLate, ScoresAhead
+from cute_attn.kernels.base import AttentionKernel, StepContent, beyond, wgmma_count
 from cute_attn.kernels.copies import Copies, transposed
 from cute_attn.kernels.dq_order import block_floats, mma_dq
-from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.accumulate import DqTurns, cluster_barrier
 from cute_attn.rows.tma import TmaTiles, TmaVectors
 from cute_attn.rows.tma_bias import bias_tma

@@ -8,7 +8,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64, cute
 
 from cute_attn.device.seqlen import SeqlenInfo, existing_rows, padded_row0
 from cute_attn.epilogues.chain import ScoreState
-from cute_attn.epilogues.dropout_words import UNIT_KEYS, generate_words
+from cute_attn.epilogues.dropout import UNIT_KEYS, generate_words
 from cute_attn.kernels.backward_sm90.params import (
     BackwardInputs,
     BackwardOutputs,

@@ -40,15 +40,20 @@ from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels import fakes
-from cute_attn.kernels.base import AttentionKernel, beyond
+from cute_attn.kernels.base import (
+    PRODUCTS_OF,
+    AttentionKernel,
+    StepContent,
+    beyond,
+    mma_sync_count,
+    product_loop,
+)
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm80.heuristics import default_tile, tile_for_lengths
-from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
-from cute_attn.kernels.forward_sm80.storage import BlockLoad, ForwardParams, Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.storage import BlockLoad, ForwardParams, KeyGroup, Operands, SharedMemory
 from cute_attn.kernels.forward_sm80.warps_along_n import SharedRows
-from cute_attn.kernels.step import PRODUCTS_OF, StepContent, mma_sync_count, product_loop
 from cute_attn.outputs.fragment_rows import store_rows
 from cute_attn.outputs.partial import store_lse
 from cute_attn.tiles import ForwardSm80Tile, Sizes, padded

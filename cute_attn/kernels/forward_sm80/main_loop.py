@@ -13,8 +13,7 @@ from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.epilogues.softmax import OnlineSoftmax
-from cute_attn.kernels.forward_sm80.key_groups import GroupResults, KeyGroup
-from cute_attn.kernels.forward_sm80.storage import Operands, SharedMemory
+from cute_attn.kernels.forward_sm80.storage import GroupResults, KeyGroup, Operands, SharedMemory
 from cute_attn.kernels.forward_sm80.warps_along_n import SharedRows
 from cute_attn.work.block_range import BlockRange
 

@@ -29,7 +29,7 @@ from cute_attn.kernels.forward_sm90.storage import (
 )
 from cute_attn.outputs.partial import store_lse
 from cute_attn.outputs.staged_output import ForwardOutputs, OutputStore
-from cute_attn.rows.query_buffer import LastUse
+from cute_attn.rows.tma import LastUse
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import WorkItemId

@@ -43,7 +43,7 @@ import layouts
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
 from cute_attn.kernels import fakes
-from cute_attn.kernels.base import AttentionKernel, beyond
+from cute_attn.kernels.base import PRODUCTS_OF, AttentionKernel, StepContent, beyond, wgmma_count
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop, StagedResults
 from cute_attn.kernels.forward_sm90.heuristics import TABLE, keys
@@ -56,7 +56,6 @@ from cute_attn.kernels.forward_sm90.storage import (
     ForwardStorage,
     make_storage,
 )
-from cute_attn.kernels.step import PRODUCTS_OF, StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.rows.tma_bias import ROWS, bias_tma

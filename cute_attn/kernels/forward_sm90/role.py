@@ -9,9 +9,8 @@ from cutlass import Boolean, Constexpr, Int32, cute
 from cute_attn.device.score_tile import ScoreContext
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels.forward_sm90.storage import ForwardParams, ForwardStorage, PipelineState
-from cute_attn.work.block_range import BlockRange
+from cute_attn.work.block_range import BlockRange, KeySplit
 from cute_attn.work.broadcast import WorkItem
-from cute_attn.work.key_splits import KeySplit
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.replay import Replay, WorkItemId
 

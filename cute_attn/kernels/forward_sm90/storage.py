@@ -11,11 +11,11 @@ from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.pipeline import WARPGROUP, PingPong, Pipeline
 from cute_attn.device.seqlen import Seqlens
 from cute_attn.kernels.fakes import CUTE_DTYPES
-from cute_attn.rows.query_buffer import QueryBuffer
+from cute_attn.rows.tma import QueryBuffer
 from cute_attn.rows.tma_bias import ROWS, TmaBias
 from cute_attn.tiles import padded
+from cute_attn.work.block_range import Partials
 from cute_attn.work.broadcast import STAGES, WorkBroadcast
-from cute_attn.work.key_splits import Partials
 from cute_attn.work.query_tiles import QueryTileOrder
 from cute_attn.work.replay import Replay
 

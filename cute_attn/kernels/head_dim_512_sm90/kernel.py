@@ -28,21 +28,22 @@ from cutlass import Int32, cute
 import layouts
 from cute_attn.device.gemm import operand_layout
 from cute_attn.device.pipeline import WARPGROUP
-from cute_attn.kernels.base import beyond
+from cute_attn.kernels.base import StepContent, beyond, wgmma_count
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.storage import ForwardParams
 from cute_attn.kernels.head_dim_512_sm90.heuristics import TABLE, keys, tile_for_lengths
-from cute_attn.kernels.head_dim_512_sm90.roles import ScoreLoop, ScoreResults, ValueConsumer
-from cute_attn.kernels.head_dim_512_sm90.storage import (
+from cute_attn.kernels.head_dim_512_sm90.roles import (
     SCORES,
     VALUES,
     LargeStorage,
+    ScoreLoop,
+    ScoreResults,
+    ValueConsumer,
     consumer_thread,
     make_storage,
 )
-from cute_attn.kernels.step import StepContent, wgmma_count
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.tma import TmaTiles
 from cute_attn.tiles import ForwardLargeTile, Sizes, padded

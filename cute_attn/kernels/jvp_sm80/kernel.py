@@ -35,9 +35,8 @@ from cute_attn.epilogues.softmax import multiply_rows
 from cute_attn.epilogues.tangents import RowTangents
 from cute_attn.kernels.base import DualLaunch, beyond
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
-from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
-from cute_attn.kernels.forward_sm80.storage import BlockLoad, ForwardParams, SharedMemory
+from cute_attn.kernels.forward_sm80.storage import BlockLoad, ForwardParams, KeyGroup, SharedMemory
 from cute_attn.kernels.jvp_sm80.heuristics import TABLE, keys
 from cute_attn.outputs.partial import store_lse
 from cute_attn.tiles import JvpSm80Tile

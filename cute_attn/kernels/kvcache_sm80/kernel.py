@@ -40,18 +40,16 @@ from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels import fakes
 from cute_attn.kernels.base import beyond_cache
 from cute_attn.kernels.forward_sm80.kernel import ForwardSm80
-from cute_attn.kernels.forward_sm80.key_groups import KeyGroup
 from cute_attn.kernels.forward_sm80.main_loop import MainLoop
 from cute_attn.kernels.forward_sm80.products import Fp32Products, Products
-from cute_attn.kernels.forward_sm80.storage import BlockLoad, SharedMemory
+from cute_attn.kernels.forward_sm80.storage import BlockLoad, KeyGroup, SharedMemory
 from cute_attn.kernels.forward_sm80.warps_along_n import SharedRows
 from cute_attn.kernels.kvcache_sm80.heuristics import tile_for_cache
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import DTYPES, LARGE_HEAD_DIM, MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
-from cute_attn.work.block_range import BlockRange
-from cute_attn.work.key_splits import KeySplit, Partials
+from cute_attn.work.block_range import BlockRange, KeySplit, Partials
 from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
 from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 

@@ -19,9 +19,8 @@ from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.tiles import padded
 from cute_attn.tiles.inference import FOLDED_KEYS
-from cute_attn.work.block_range import BlockRange
+from cute_attn.work.block_range import BlockRange, KeySplit
 from cute_attn.work.broadcast import WorkItem
-from cute_attn.work.key_splits import KeySplit
 from cute_attn.work.query_tiles import QueryTile
 from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 
