@@ -172,8 +172,8 @@ def _with_group(plain: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> Forward
     """The tile with packed query heads of a key head, and so fewer queries per tile, or None if that does not pay.
 
     Under a mask, fewer queries have more keys in common, and fewer blocks are partially masked. Packed sequences waste
-    fewer rows at their ends. Head dims 65 to 128 gain only with packed sequences or a window. Much work of equal lengths
-    is done in 256 rows.
+    fewer rows at their ends. Head dims 65 to 128 gain only with packed sequences or a window. Much work of equal
+    lengths is done in 256 rows.
     """
     d = max(traits.head_dim, traits.head_dim_v)
     pays = traits.varlen or traits.causal or traits.windowed
