@@ -213,7 +213,12 @@ def lookup(traits: Traits | str, tile: Tile | str | None = None, target: str | N
         reason = chosen.reject(traits, target)
         if reason is None:
             return kernel(traits, chosen)
-    raise Unsupported(f"{label(key)} declined {traits}: {reason}")
+    raise declined(traits, reason)
+
+
+def declined(traits: Traits, reason: str) -> Unsupported:
+    """The error of a kernel that declines traits or a tile; it names the kernel once."""
+    return Unsupported(reason if traits.name in reason else f"{traits}: {reason}")
 
 
 def known_class(traits: Traits) -> Any:

@@ -361,7 +361,7 @@ def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processo
             kernel = replace(kernel, tile=kernel.tile.override(call.tile))
         reason = _call_reason(call, kernel.tile) or kernel.tile.reject(kernel.traits, target)
         if reason:
-            raise registry.Unsupported(f"{kernel.traits.op}-{arch} declined {kernel.traits}: {reason}")
+            raise registry.declined(kernel.traits, reason)
         _check_sizes(call, kernel, split.num_splits)
         return kernel
 

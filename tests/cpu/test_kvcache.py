@@ -273,12 +273,12 @@ launched(Case((5,), dims=(320, 320)), capacity=1024 * 513, same_bits=True)
 launched(Case((150, 290), page=12, capacity=300, dims=(128, 128)), same_bits=True)
     -> Unsupported: same_bits is True on sm90, with pages of 12 rows ... accepted: on Hopper, pages of multiples of 8
 launched(Case((5, 9), dims=(300, 300)), torch.float32)
-    -> Unsupported: kvcache-sm80 declined kvcache-sm80-fp32-d300...: head_dim is 300; accepted: multiples of 4 up to 256
+    -> Unsupported: kvcache-sm80-fp32-d300...: head_dim is 300; accepted: multiples of 4 up to 256
 launched(Case((150, 290), page=12, capacity=300, dims=(128, 128)), kernel="sm90")
-    -> Unsupported: kvcache-sm90 declined ...: pages have 12 rows; accepted: multiples of 8
+    -> Unsupported: kvcache-sm90-...: pages have 12 rows; accepted: multiples of 8
 launched(PAGES_OF_16, tile="page_rows=32")
-    -> Unsupported: kvcache-sm90 declined ...: page_rows is 32; accepted: divisors of the page's 16 rows
-launched(PAGES_OF_16, tile="tile_m=65") -> Unsupported: kvcache-sm90 declined ...: tile_m is 65; accepted
+    -> Unsupported: ...page_rows is 32; accepted: divisors of the page's 16 rows
+launched(PAGES_OF_16, tile="tile_m=65") -> Unsupported: ...tile_m is 65; accepted
 """
 
 

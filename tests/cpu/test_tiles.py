@@ -161,7 +161,7 @@ block_kinds-sm80-bf16-d64 -> accepted: block_kinds-sm80-bf16-d128
 block_kinds-sm80-bf16-d128 tile_m=48 -> multiples of 32 up to 512
 block_kinds-sm80-bf16-d128 rows=3 -> divisors of tile_m, 128
 block_lists-sm80-bf16-d128-causal -> accepted: block_lists-sm80-bf16-d128
-forward-sm80-bf16-d64 tile_n=40 -> forward-sm80 declined forward-sm80-bf16-d64: tile_n is 40
+forward-sm80-bf16-d64 tile_n=40 -> tile_n is 40; accepted: multiples of 16 for forward-sm80-bf16-d64
 forward-sm80:fallback-bf16-d64 sm90 -> it computes fp32, not bf16
 forward-sm80:terms-fp32-d64 key_groups=2 sm90 -> accepted for fp32 in terms
 forward-sm80:terms-fp32-d64 qk_unroll=4 sm90 -> accepted: 1 or 2 steps

@@ -87,7 +87,7 @@ def test_additions_to_dq_are_counted_from_registers_and_in_bulk(head_dim, in_bul
 def test_a_tile_that_does_not_fit_says_why():
     one = verdict("forward-sm80-bf16-d64", "tile_n=512", "sm80", refuse=False)
     assert not one.fits and one.step is None and one.reason.endswith("sm80 has 166912")
-    assert "fits" in str(one) and "no: forward-sm80 declined" in " ".join(str(one).split())
+    assert "fits" in str(one) and "no: tile tile_m=128,tile_n=512" in " ".join(str(one).split())
 
 
 def test_a_users_kernel_without_a_step_says_so(fresh_cache):
