@@ -387,7 +387,7 @@ def _gradients(
     functions: Functions,
     tensors: Tensors,
     options: "_Options",
-    outer: operators.Outer,
+    outer: operators.Given,
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
@@ -434,7 +434,7 @@ def _gradients(
         # Kernels write a gradient of all columns; the bias may have one.
         own["bias"] = four_dims(dbias) if bias.shape[-1] == read.shape[3] else dbias.new_empty(read.shape)
     given = tuple(own.get(name) for name in DIFFERENTIABLE)
-    found = operators.backward(call, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
+    found = operators.backward(call, (grad_out, grad_lse, out, lse), needed, into=given)  # type: ignore[arg-type]
     grads: dict[str, Any] = dict(zip(DIFFERENTIABLE, found, strict=True))
     if wants_bias:
         grad = grads["bias"].sum_to_size(four_dims(bias).shape).view(bias.shape)

@@ -77,7 +77,9 @@ def _second(
         return call._replace(bias=None, sinks=sinks, epilogue_tensors=tuple(own)).by_definition()
 
     with below_operators(), torch.enable_grad(), torch.autocast(call.q.device.type, enabled=False):
-        found = second(call.differentiable, tangents, (grad_out, grad_lse), needed, call.softmax_scale, described)
+        found = second(
+            call.differentiable, tangents, (grad_out, grad_lse), needed, call.softmax_scale, described
+        )
     likes = (call.q, grad_lse, *call.differentiable)
     return [
         call.q.new_empty(0) if x is None else x.to(like.dtype) for x, like in zip(found, likes, strict=True)

@@ -64,37 +64,30 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 
 NOTHING: Gradients = (None, None, None, None, None)
 
+Given = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+"""Gradients of out and lse, None for zeros; out and lse."""
 Outer = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""(grad_out, grad_lse or None, out, lse)."""
+"""The same with a gradient of out."""
 
 
-def gradients(
-    call: Call,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: tuple[bool, ...],
-    into: Gradients | None = None,
-) -> Gradients:
+def gradients(call: Call, outer: Given, needed: tuple[bool, ...], into: Gradients | None = None) -> Gradients:
     """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
 
     Deterministic with ``call.deterministic``, or under ``torch.use_deterministic_algorithms``.
 
-    Args:
-        grad_out, grad_lse: None for a gradient of zeros.
-        into: tensors to write gradients into, None for each gradient to allocate. Without ``into``, allocated
-            gradients are never views of one tensor.
+    into: tensors to write gradients into, None for each gradient to allocate. Without ``into``, allocated gradients are
+    never views of one tensor.
     """
+    grad_out, *others = outer
     if grad_out is None:  # one row of zeros, broadcast
         shape, _ = call.output_shapes()
         grad_out = call.q.new_zeros(shape[-1:]).expand(shape)
-    outer = (grad_out, grad_lse, out, lse)
-    plan = plan_of(call, outer, needed)
+    whole: Any = (grad_out, *others)
+    plan = plan_of(call, whole, needed)
     written = [x for x in into or () if x is not None]
     if into is not None and written:
         check_given(call, into, needed, outer)
-    found = launch(plan, call, outer, needed, into)
+    found = launch(plan, call, whole, needed, into)
     if written:
         record.overwritten(*written)
     return found
@@ -138,8 +131,8 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     """
     check(call)
     check_for_kernels(call)
-    grad_out, grad_lse, out, lse = outer
-    check_gradients(call, grad_out, grad_lse, out, lse)
+    grad_out, grad_lse, out, _ = outer
+    check_gradients(call, outer)
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return Plan()
     with on_device(call.q.get_device()):
@@ -506,18 +499,10 @@ def _sum_into(x: Tensor, dim: int | tuple[int, ...], out: Tensor, keepdim: bool 
     torch.sum(x, dim, keepdim=keepdim, out=out)
 
 
-def check_given(
-    call: Call,
-    given: Gradients,
-    needed: tuple[bool, ...],
-    outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
-) -> None:
-    """Raise if a tensor to write a gradient into does not fit.
-
-    outputs: (grad_out, grad_lse, out, lse).
-    """
+def check_given(call: Call, given: Gradients, needed: tuple[bool, ...], outer: Given) -> None:
+    """Raise if a tensor to write a gradient into does not fit."""
     names = ("grad_out", "grad_lse", "out", "lse")
-    taken = [(name, x) for name, x in zip(names, outputs, strict=True) if x is not None]
+    taken = [(name, x) for name, x in zip(names, outer, strict=True) if x is not None]
     taken += call.tensors()
     for name, own, wanted in zip(("q", "k", "v", "bias", "sinks"), given, needed, strict=True):
         if own is None:

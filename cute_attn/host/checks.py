@@ -645,17 +645,11 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1")
 
 
-def check_gradients(
-    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    """Raise if a backward's inputs do not fit the call. Assumes :func:`check`."""
-    out_shape, lse_shape = call.output_shapes()
-    for name, tensor, shape, dtype in (
-        ("grad_out", grad_out, out_shape, call.q.dtype),
-        ("grad_lse", grad_lse, lse_shape, call.lse_dtype),
-        ("out", out, out_shape, call.q.dtype),
-        ("lse", lse, lse_shape, call.lse_dtype),
-    ):
+def check_gradients(call: Call, outer: Sequence[Tensor | None]) -> None:
+    """Raise if a backward's gradients of out and lse, out and lse do not fit the call. Assumes :func:`check`."""
+    kinds = tuple(zip(call.output_shapes(), (call.q.dtype, call.lse_dtype), strict=True))
+    names = ("grad_out", "grad_lse", "out", "lse")
+    for name, tensor, (shape, dtype) in zip(names, outer, (*kinds, *kinds), strict=True):
         if tensor is None and name.startswith("grad"):
             continue
         check_dense(name, tensor)
