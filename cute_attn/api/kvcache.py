@@ -420,7 +420,8 @@ def attend(call: Call, out: Tensor | None = None) -> Outputs:
             rotated = launch_append(call, q if rotates else None)
             q = q if rotated is None else rotated
         max_scores = empty_maxima(call)
-        found = launch_attention(plan, call, record.readable(q, call.alignment), out, max_scores=max_scores)
+        call = call._replace(q=record.readable(q, call.alignment))
+        found = launch_attention(plan, call, out, max_scores=max_scores)
     if call.k is not None:
         record.overwritten(call.k_cache, call.v_cache, beside=(call.k, call.v))
     if out is not None:

@@ -19,7 +19,7 @@ from cute_attn.api import functorch
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.epilogues.names import TRACED
 from cute_attn.host import fused_qkv, plans
-from cute_attn.host.backward import NOTHING, Given, Gradients, check_given, gradients
+from cute_attn.host.backward import NOTHING, Given, Gradients, Needed, check_given, gradients
 from cute_attn.host.call import ATTENTION, LIBRARY, NUM_TENSORS, Call, define, pytorchs_precision, schema
 from cute_attn.host.checks import check, check_gradients, check_out
 from cute_attn.host.choose import user_classes
@@ -87,7 +87,7 @@ def forward_into(call: Call, out: Tensor) -> Outputs:
 
 
 def backward(
-    call: Call, outer: Given, needed: tuple[bool, ...], launched: bool = False, into: Gradients = NOTHING
+    call: Call, outer: Given, needed: Needed, launched: bool = False, into: Gradients = NOTHING
 ) -> tuple[Tensor | None, ...]:
     """Return the needed gradients of q, k, v, bias and sinks, by the dispatcher only if something observes operators.
 
@@ -109,7 +109,7 @@ def backward(
 
 
 def _all_gradients(
-    call: Call, outer: Given, needed: tuple[bool, ...], into: Gradients | None
+    call: Call, outer: Given, needed: Needed, into: Gradients | None
 ) -> tuple[Tensor | None, ...]:
     """:func:`backward` on CUDA, without the dispatcher. into: see :func:`cute_attn.host.backward.gradients`."""
     named, own = needed[:_NAMED], needed[_NAMED:]
@@ -397,7 +397,7 @@ class Node(NamedTuple):
 
 
 def _differentiate(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: Needed
 ) -> tuple[Tensor | None, ...]:
     """The gradients of :class:`Attention`'s call. wanted: as ``needed`` of :func:`backward`."""
     if grad_out is None and grad_lse is None:

@@ -64,13 +64,15 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 
 NOTHING: Gradients = (None, None, None, None, None)
 
+Needed = tuple[bool, ...]
+"""Whether each gradient is needed."""
 Given = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
 """Gradients of out and lse, None for zeros; out and lse."""
 Outer = tuple[Tensor, Tensor | None, Tensor, Tensor]
 """The same with a gradient of out."""
 
 
-def gradients(call: Call, outer: Given, needed: tuple[bool, ...], into: Gradients | None = None) -> Gradients:
+def gradients(call: Call, outer: Given, needed: Needed, into: Gradients | None = None) -> Gradients:
     """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
 
     Deterministic with ``call.deterministic``, or under ``torch.use_deterministic_algorithms``.
@@ -113,7 +115,7 @@ class Division(NamedTuple):
     multiprocessors: int
 
 
-def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
+def plan_of(call: Call, outer: Outer, needed: Needed) -> Plan:
     """The plan of a call, kept under its metadata."""
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     options = (call[NUM_TENSORS + 1 :], *user_classes(call, "backward"), deterministic)
@@ -123,7 +125,7 @@ def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
     return plans.plan(key, tensors, lambda: plan_backward(call, outer, needed, deterministic))
 
 
-def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], deterministic: bool) -> Plan:
+def plan_backward(call: Call, outer: Outer, needed: Needed, deterministic: bool) -> Plan:
     """Check a call and choose its kernels. A plan without a main kernel computes nothing.
 
     The plan's functions are ``preprocess``, ``main`` and, for dq unless the main kernel stores it, ``convert``; with
@@ -324,9 +326,7 @@ class BiasGradient:
 # ---- launches ----
 
 
-def launch(
-    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None = None
-) -> Gradients:
+def launch(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradients | None = None) -> Gradients:
     """Launch a call with its plan on q's device, and return the gradients. Arguments: see :func:`gradients`."""
     with on_device(call.q.get_device()):
         if "pad" in plan.functions:
@@ -336,9 +336,7 @@ def launch(
         return _launched(plan, call, outer, needed, into)
 
 
-def _launched(
-    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
-) -> Gradients:
+def _launched(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradients | None) -> Gradients:
     given, sign, division = into or NOTHING, call.scale_sign, plan.division
     grad_out, grad_lse, out, lse = outer
     call = call.with_positive_scale()
@@ -404,7 +402,7 @@ def _launch_main(plan: Plan, arguments: dict[str, Any]) -> None:
 
 
 def _results(
-    call: Call, shapes: tuple[tuple[int, ...], ...], needed: tuple[bool, ...], into: Gradients | None
+    call: Call, shapes: tuple[tuple[int, ...], ...], needed: Needed, into: Gradients | None
 ) -> list[Tensor]:
     """dq, dk and dv for the kernels to write: from ``into``, or new, as views of one tensor if q, k and v are."""
     given, found = into or NOTHING, []
@@ -426,7 +424,7 @@ def _results(
     return found
 
 
-def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gradients) -> Gradients:
+def _without_keys(call: Call, outer: Outer, needed: Needed, given: Gradients) -> Gradients:
     """The gradients of a call without keys: zeros, except the sinks', since an existing row's LSE is the sink."""
     record.also()
     _, grad_lse, _, lse = outer
@@ -441,9 +439,7 @@ def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gra
     return (*zeros, dsinks)  # type: ignore[return-value]
 
 
-def _padded(
-    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
-) -> Gradients:
+def _padded(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradients | None) -> Gradients:
     """Compute a call on padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
     grad_out, grad_lse, out, lse = outer
     tensors, given = (*call[:3], grad_out, out), into or NOTHING
@@ -499,7 +495,7 @@ def _sum_into(x: Tensor, dim: int | tuple[int, ...], out: Tensor, keepdim: bool 
     torch.sum(x, dim, keepdim=keepdim, out=out)
 
 
-def check_given(call: Call, given: Gradients, needed: tuple[bool, ...], outer: Given) -> None:
+def check_given(call: Call, given: Gradients, needed: Needed, outer: Given) -> None:
     """Raise if a tensor to write a gradient into does not fit."""
     names = ("grad_out", "grad_lse", "out", "lse")
     taken = [(name, x) for name, x in zip(names, outer, strict=True) if x is not None]

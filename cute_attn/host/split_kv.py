@@ -113,7 +113,6 @@ def empty_maxima(call: Call) -> Tensor | None:
 def launch(
     plan: Plan,
     call: Call,
-    q: Tensor,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     max_scores: Tensor | None = None,
@@ -121,21 +120,21 @@ def launch(
     """Launch a call with its plan on the current stream, and return out and lse.
 
     Args:
-        q: the queries as kernels read them, rotated.
+        call: with queries as kernels read them, rotated.
         out, lse: tensors to write, with any strides that kernels write, or None to allocate them.
         max_scores: from :func:`empty_maxima`.
     """
-    starts, shapes = None if out is None else call.cu_seqlens_q, call.output_shapes()
+    q, starts, shapes = call.q, None if out is None else call.cu_seqlens_q, call.output_shapes()
     if out is None:
         out = record.contiguous(q, shapes[0])
     if lse is None:
         lse = record.contiguous(q, shapes[1], torch.float32)
     if plan.kernel is None:
         record.also()
-        out = clear_owned(out, starts)
-        return out, lse.fill_(-math.inf) if call.sinks is None else lse.copy_(
-            call.sinks[:, None].expand_as(lse)
-        )
+        lse.fill_(-math.inf)
+        if call.sinks is not None:
+            lse.copy_(call.sinks[:, None])
+        return clear_owned(out, starts), lse
     # As kernels take them: a ``Seqlens``, ``Partials`` and ``CacheTables``, which load the DSL.
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
     seqlens = (*lengths, *call.longest, call.cache_leftpad, call.added)
