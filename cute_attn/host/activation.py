@@ -36,12 +36,12 @@ class Options:
                 )
 
 
+Switch = Callable[[], Any]
+
+
 @contextlib.contextmanager
 def for_a_block(
-    start: Callable[[], None],
-    restore: Callable[[], None],
-    serving: Callable[[], Any],
-    resume: Callable[[Any], object],
+    start: Switch, restore: Switch, serving: Switch, resume: Callable[..., Any]
 ) -> Iterator[None]:
     """Serve calls for a ``with`` block, then as before it: by the activation that ``serving`` returned, if any."""
     before = serving()

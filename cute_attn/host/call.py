@@ -430,12 +430,11 @@ def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
 LIBRARY = torch.library.Library("cute_attn", "FRAGMENT")
 
 
+Implementation = Callable[..., Any]
+
+
 def define(
-    signature: str,
-    cpu: Callable[..., Any],
-    cuda: Callable[..., Any],
-    fake: Callable[..., Any],
-    *tags: torch.Tag,
+    signature: str, cpu: Implementation, cuda: Implementation, fake: Implementation, *tags: torch.Tag
 ) -> None:
     """Define an operator by its signature, and its implementations for tensors on the CPU, on GPUs and fake ones."""
     name = signature.partition("(")[0]

@@ -22,6 +22,7 @@ from cute_attn import sdpa
 from cute_attn.host import doors
 from cute_attn.sdpa.calls import _is_capturing
 
+Run = Callable[..., Any]
 _NAME = "scaled_dot_product_attention"
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -119,9 +120,9 @@ class Observer:
     def __call__(
         self,
         name: str,
-        implementation: Callable[..., Any],
+        implementation: Run,
         options: Any,
-        stock: Callable[..., Any] | None,
+        stock: Run | None,
         args: tuple,
         kwargs: dict[str, Any],
     ) -> Any:
