@@ -39,12 +39,8 @@ Result = TypeVar("Result")
 # ---- between two graphs ----
 
 
-def _made_block_mask(*arguments: Any) -> Any:
-    return mask_kinds.made_block_mask(*arguments)
-
-
 made_block_mask = torch.compiler.disable(
-    _made_block_mask, reason="cute_attn makes a mask's blocks outside of graphs"
+    mask_kinds.made_block_mask, reason="cute_attn makes a mask's blocks outside of graphs"
 )
 
 

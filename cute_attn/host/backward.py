@@ -284,19 +284,14 @@ class BiasGradient:
         full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
         shape = tuple(call.bias.shape)
         shared = tuple(dim for dim in range(3) if shape[dim] < full[dim])
-        lengths_differ = any(
-            x is not None for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-        )
+        dtype, whole = call.bias.dtype, (full, contiguous_strides(full))
         if not shared:
-            clear = bool(call.mask) or lengths_differ or call.lists_blocks
-            return BiasGradient(
-                shape, call.bias.dtype, (full, contiguous_strides(full)), clear, (), call.bias.dtype
-            )
+            clear = bool(call.mask) or any(x is not None for x in call[3:7]) or call.lists_blocks
+            return BiasGradient(shape, dtype, whole, clear, (), dtype)
         if deterministic:
-            seen = (full, contiguous_strides(full))
-            return BiasGradient(full, torch.float32, seen, True, shared, call.bias.dtype)
+            return BiasGradient(full, torch.float32, whole, True, shared, dtype)
         strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
-        return BiasGradient(shape, torch.float32, (full, strides), True, (), call.bias.dtype)
+        return BiasGradient(shape, torch.float32, (full, strides), True, (), dtype)
 
     def allocate(self, like: Tensor, given: Tensor | None) -> Tensor:
         """The tensor that the kernel writes: ``given`` if its layout and dtype fit, otherwise a new one."""

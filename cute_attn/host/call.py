@@ -319,8 +319,6 @@ class Call(NamedTuple):
     @property
     def lists_blocks(self) -> bool:
         """True if kernels may skip blocks that an epilogue does not list."""
-        if not self.epilogues:
-            return False
         return lists_blocks(self.epilogue_names)
 
     def by_definition(self) -> tuple[reference.Features, ScoreInputs, reference.Lengths]:

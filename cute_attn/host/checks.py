@@ -58,7 +58,10 @@ MAX_STEPS = 2**29
 
 def check(call: Call) -> None:
     """Raise TypeError or ValueError for the first wrong parameter, on any device."""
-    _check_tensors(call)
+    check_tensors(call, ("q", "k", "v"))
+    check_dtype("q", call.q, *FLOAT_DTYPES)
+    for name, tensor in (("k", call.k), ("v", call.v)):
+        check_dtype(name, tensor, call.q.dtype, of="q")
     _check_shapes(call)
     _check_numbers(call)
     _check_lengths(call)
@@ -107,13 +110,6 @@ def check_epilogues(call: Call, keys: int) -> None:
             sizes = {"batch": call.batch, "head": call.nheads, "query": call.max_seqlen_q, "key": keys}
             if not any(isinstance(x, torch.SymInt) for x in sizes.values()):
                 epilogue.warn_of_indices(inputs, sizes)
-
-
-def _check_tensors(call: Call) -> None:
-    check_present(call.tensors(), ("q", "k", "v"))
-    check_dtype("q", call.q, *FLOAT_DTYPES)
-    for name, tensor in (("k", call.k), ("v", call.v)):
-        check_dtype(name, tensor, call.q.dtype, of="q")
 
 
 def _check_shapes(call: Call) -> None:

@@ -118,13 +118,7 @@ class Observer:
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
     def __call__(
-        self,
-        name: str,
-        implementation: Run,
-        options: Any,
-        stock: Run | None,
-        args: tuple,
-        kwargs: dict[str, Any],
+        self, name: str, implementation: Run, options: Any, stock: Run | None, args: tuple, kwargs: dict
     ) -> Any:
         """A call's outputs, or the reason why PyTorch computes it; stock: PyTorch's kernel."""
         given = inspect.signature(implementation).bind(options, *args, **kwargs).arguments
