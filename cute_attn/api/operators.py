@@ -204,11 +204,8 @@ def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Call
         call, precision = functools.partial(implementation, *arguments), ""
         others = arguments[first + NUM_TENSORS + 1 :]
         epilogues = others[functorch.EPILOGUES]
-        if ":" in others[_KERNEL]:
-            return call()  # a variant may be registered again
-        if epilogues:
-            if not all(one.startswith(TRACED) for one in epilogues):
-                return call()  # one under a name may be registered again, and a function's values may change
+        if ":" in others[_KERNEL] or (epilogues and not all(one.startswith(TRACED) for one in epilogues)):
+            return call()  # what has a name may be registered again, and a function's values may change
         if arguments[first].dtype == torch.float32:
             precision = pytorchs_precision()
         return plans.of_operator((name, precision), arguments, call)
