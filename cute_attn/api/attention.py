@@ -617,21 +617,16 @@ def _computed(functions: Functions, tensors: Tensors, given: tuple, out: Tensor 
 
 def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
     """Cast the tensors under autocast, and resolve the precision among the options ``given``."""
-    q, precision = tensors[0], resolve_precision(tensors[0], given[_PRECISION])
-    if q.dtype == torch.float32 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        tensors, precision = _under_autocast(tensors), ""
+    (q, k, v, *rest, bias, sinks, state), single = tensors, torch.float32
+    precision = resolve_precision(q, given[_PRECISION])
+    if q.dtype == single and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        dtype, cast = (
+            torch.get_autocast_dtype(q.device.type),
+            (q, k, v, bias, sinks),
+        )  # slopes' dtype is fixed
+        q, k, v, *own = (x.to(dtype) if isinstance(x, Tensor) and x.dtype == single else x for x in cast)
+        tensors, precision = (q, k, v, *rest, *own, state), ""
     return tensors, (*given[:_PRECISION], precision, *given[_PRECISION + 1 :])
-
-
-def _under_autocast(tensors: Tensors) -> Tensors:
-    """The call's fp32 tensors in autocast's dtype, except slopes: their dtype is fixed."""
-    q, k, v, *rest, bias, sinks, state = tensors
-    dtype = torch.get_autocast_dtype(q.device.type)
-    cast = [
-        x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
-        for x in (q, k, v, bias, sinks)
-    ]
-    return (*cast[:3], *rest, *cast[3:], state)
 
 
 def result_of(outputs: Outputs, return_lse: bool) -> Result:

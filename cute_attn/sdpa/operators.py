@@ -200,24 +200,23 @@ def _may_see_nothing(call: Call) -> bool:
 
 
 def draw(request: Request, device: torch.device, rng: str) -> Tensor:
-    """Seed and offset of a mask; with rng="torch", the ones that PyTorch's kernel would get from its generator."""
+    """Seed and offset of a mask; with rng="torch", the ones that PyTorch's kernel would get from its generator.
+
+    It advances the generator's offset by one per thread or score, rounded up to fours.
+    """
     if rng != "torch":
         return random_states.draw(device)
+    call = request.call
+    count = 32 if request.backend == "flash" else call.max_seqlen_q * call.max_seqlen_k
     with random_states.lock:
-        seed, offset = random_states.advance(_generator(device), _advance(request))
+        step = (call.batch * call.nheads * count + 3) // 4 * 4
+        seed, offset = random_states.advance(_generator(device), step)
     return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
 
 
 def _generator(device: torch.device) -> torch.Generator:
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
-
-
-def _advance(request: Request) -> int:
-    """How far PyTorch's forward advances the generator's offset: one per thread or score, rounded up to fours."""
-    call = request.call
-    count = 32 if request.backend == "flash" else call.max_seqlen_q * call.max_seqlen_k
-    return (call.batch * call.nheads * count + 3) // 4 * 4
 
 
 def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> Tensor:
