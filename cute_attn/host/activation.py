@@ -31,9 +31,7 @@ class Options:
         for name, accepted in choices.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in accepted:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
-                )
+                raise ValueError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}")
 
 
 Switch = Callable[[], Any]
