@@ -340,15 +340,14 @@ def _check_cache(call: Call) -> None:
             )
     if call.cache.capacity > MAX_SEQLEN:
         raise ValueError(f"k_cache has capacity {call.cache.capacity}; accepted: up to {MAX_SEQLEN}")
-    if call.cache_batch_idx is not None:
-        check_int32("cache_batch_idx", call.cache_batch_idx, batch)
-    elif call.entries != batch:
+    for name in ("cache_batch_idx", "cache_seqlens", "cache_leftpad"):
+        if getattr(call, name) is not None:
+            check_int32(name, getattr(call, name), batch)
+    if call.cache_batch_idx is None and call.entries != batch:
         name, others = ("k_cache", "page_table or ") if table is None else ("page_table", "")
         raise ValueError(
             f"{name} has {call.entries} entries; accepted: {batch}, the batch, or {others}cache_batch_idx beside it"
         )
-    if call.cache_seqlens is not None:
-        check_int32("cache_seqlens", call.cache_seqlens, batch)
 
 
 def _check_new(call: Call) -> None:
@@ -445,8 +444,6 @@ def check_attention(call: Call) -> None:
         if not 0 <= call.max_seqlen_q <= MAX_SEQLEN:
             raise ValueError(f"max_seqlen_q is {call.max_seqlen_q}; accepted: 0 to {MAX_SEQLEN}")
         check_cumulative("cu_seqlens_q", cu_seqlens, call.batch, q.shape[0], call.max_seqlen_q)
-    if call.cache_leftpad is not None:
-        check_int32("cache_leftpad", call.cache_leftpad, call.batch)
     check_append(call)
     check_dtype("q", q, k_cache.dtype, of="k_cache")
     if q.shape[-1] != k_cache.shape[-1]:

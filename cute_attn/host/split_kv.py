@@ -232,11 +232,10 @@ def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> t
         rows = call.q.shape[:-2] if call.cu_seqlens_q is None else (1, call.q.shape[0])
         heads = call.q.shape[-2]
         return (split.num_splits, *rows, heads, dim), (split.num_splits, rows[0], heads, rows[1])
+    ctas = kernel.tile.blocks_per_sm * processors
     if split.how == "stream_k":
-        ctas = kernel.tile.blocks_per_sm * processors
         return (2 * ctas, kernel.tile.tile_m, dim), (2 * ctas, kernel.tile.tile_m)
     if split.how == "folded":  # O so far of each CTA; its threads keep the rest
-        ctas = kernel.tile.blocks_per_sm * processors
         return (ctas, kernel.tile.tile_m, padded(kernel.traits.head_dim_v)), (1, 1)
     return ()
 
