@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cute_attn.host.memory import has_memory
+from cute_attn.host.memory import contiguous_strides, has_memory
 from cute_attn.host.plans import no_dispatch_mode
 
 
@@ -38,12 +38,8 @@ def are_adjacent(tensors: Sequence[Tensor]) -> bool:
 
 def packed_strides(shape: Sequence[int], count: int) -> tuple[int, ...]:
     """Strides of a view of shape (..., heads, dim) into a contiguous (..., count, heads, dim)."""
-    *rows, nheads, dim = shape
-    strides, step = [dim, 1], count * nheads * dim
-    for size in reversed(rows):
-        strides.insert(0, step)
-        step *= size
-    return tuple(strides)
+    *steps, _, head, one = contiguous_strides((*shape[:-2], count, *shape[-2:]))
+    return (*steps, head, one)
 
 
 class _Unbind(torch.autograd.Function):

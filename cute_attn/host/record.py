@@ -22,7 +22,6 @@ from cute_attn.host import counters, memory
 from cute_attn.host.memory import ALIGNMENT_BYTES, Tensors, as_strided, overlap
 from cute_attn.host.slots import TYPES, Slot, array, current_stream, slot, takes_slots
 
-
 # ---- a call's steps ----
 
 
