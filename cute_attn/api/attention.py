@@ -522,17 +522,17 @@ class _Options(NamedTuple):
     causal: Causal
     window: Window
     softcap: float
-    dropout_p: float
-    dropout_mask: str
-    epilogues: Sequence[str] | Mapping[str, Any]
-    return_lse: bool
-    return_softmax: bool
-    kernel: str | None
-    tile: Any
-    deterministic: bool
-    backward_tile: Any
-    precision: str | None
-    same_bits: bool
+    dropout_p: float = 0.0
+    dropout_mask: str = "flash"
+    epilogues: Sequence[str] | Mapping[str, Any] = ()
+    return_lse: bool = False
+    return_softmax: bool = False
+    kernel: str | None = None
+    tile: Any = None
+    deterministic: bool = False
+    backward_tile: Any = None
+    precision: str | None = None
+    same_bits: bool = False
     return_max_scores: bool = False
 
     @property

@@ -373,13 +373,16 @@ def _launched(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradie
         record.launch(*plan.functions["convert"].bind(**own, scale=call.softmax_scale / keep))
     if needed[0] and sign != 1:
         record.step(Tensor.mul_, dq, sign)
-    nheads_kv = call.k.shape[-2]
+    dsinks, sinks, nheads_kv = given[4], call.sinks, call.k.shape[-2]
+    if needed[4] and sinks is not None:
+        dsinks = record.contiguous(sinks, tuple(sinks.shape)) if dsinks is None else dsinks
+        record.step(_sinks_gradient, sinks, lse_log2, minus_d, keep, dsinks)
     return (
         dq if needed[0] else None,
         _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
         _sum_splits(dv, nheads_kv, given[2]) if needed[2] else None,
         None if dbias is None else division.bias.finish(dbias, given[3]),
-        _sinks_gradient(call.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
+        dsinks,
     )
 
 
@@ -454,23 +457,13 @@ def _padded(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradient
     return (*wanted, *found[3:])  # type: ignore[return-value]
 
 
-def _sinks_gradient(
-    sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, keep: float, given: Tensor | None
-) -> Tensor:
-    """The gradient of (nheads,) sinks, from the preprocess's D: dsink = -sum over rows of exp(sink - LSE) * D.
+def _sinks_gradient(sinks: Tensor, lse_log2: Tensor, minus_d: Tensor, keep: float, out: Tensor) -> None:
+    """Write the gradient of (nheads,) sinks, from the preprocess's D: dsink = -sum over rows of exp(sink - LSE) * D.
 
     exp(sink - LSE) is the sink's probability in a row's softmax. In rows that do not exist, LSE is inf and D is 0.
 
     lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
     """
-    assert sinks is not None
-    if given is None:
-        given = record.empty(sinks, tuple(sinks.shape), (1,), sinks.dtype)
-    record.step(_sinks_gradient_into, sinks, lse_log2, minus_d, keep, given)
-    return given
-
-
-def _sinks_gradient_into(sinks: Tensor, lse_log2: Tensor, minus_d: Tensor, keep: float, out: Tensor) -> None:
     shares = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse_log2)
     out.copy_((shares * minus_d).sum(-1 if lse_log2.dim() == 2 else (0, 2)) / keep)
 
