@@ -292,11 +292,8 @@ class Recording:
                 continue
             source = self._sources[place.source]
             layout = made[place.source - self._given]
-            if (
-                source.numel() == returned[i].numel()
-                and source.dtype == place.dtype
-                and isinstance(layout, tuple)
-            ):
+            alike = source.numel() == returned[i].numel() and source.dtype == place.dtype
+            if alike and isinstance(layout, tuple):
                 made[place.source - self._given] = (place.shape, place.strides, place.dtype)
                 places[i] = place._replace(whole=True)
         # Kernels read integers (lengths, tables, states of dropout masks) one at a time; users' kernels may read more.

@@ -139,9 +139,8 @@ def launch(
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
     seqlens = (*lengths, *call.longest, call.cache_leftpad, call.added)
     (split, partial_shapes), partials = plan.division, None
-    if (
-        partial_shapes
-    ):  # the caching allocator keeps them for the stream, or for the graph that captures the call
+    # The caching allocator keeps them for the stream, or for the graph that captures the call.
+    if partial_shapes:
         outs, lses = (record.contiguous(q, shape, torch.float32) for shape in partial_shapes)
         partials = outs, lses, split.num_splits, split.split_keys
     if plan.kernel.traits.variant:
