@@ -387,7 +387,7 @@ def _gradients(
     functions: Functions,
     tensors: Tensors,
     options: "_Options",
-    outer: operators.Outer,
+    outer: operators.Given,
     wanted: Sequence[str],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, ...]:
@@ -434,7 +434,7 @@ def _gradients(
         # Kernels write a gradient of all columns; the bias may have one.
         own["bias"] = four_dims(dbias) if bias.shape[-1] == read.shape[3] else dbias.new_empty(read.shape)
     given = tuple(own.get(name) for name in DIFFERENTIABLE)
-    found = operators.backward(call, grad_out, grad_lse, out, lse, needed, into=given)  # type: ignore[arg-type]
+    found = operators.backward(call, (grad_out, grad_lse, out, lse), needed, into=given)  # type: ignore[arg-type]
     grads: dict[str, Any] = dict(zip(DIFFERENTIABLE, found, strict=True))
     if wants_bias:
         grad = grads["bias"].sum_to_size(four_dims(bias).shape).view(bias.shape)
@@ -522,17 +522,17 @@ class _Options(NamedTuple):
     causal: Causal
     window: Window
     softcap: float
-    dropout_p: float
-    dropout_mask: str
-    epilogues: Sequence[str] | Mapping[str, Any]
-    return_lse: bool
-    return_softmax: bool
-    kernel: str | None
-    tile: Any
-    deterministic: bool
-    backward_tile: Any
-    precision: str | None
-    same_bits: bool
+    dropout_p: float = 0.0
+    dropout_mask: str = "flash"
+    epilogues: Sequence[str] | Mapping[str, Any] = ()
+    return_lse: bool = False
+    return_softmax: bool = False
+    kernel: str | None = None
+    tile: Any = None
+    deterministic: bool = False
+    backward_tile: Any = None
+    precision: str | None = None
+    same_bits: bool = False
     return_max_scores: bool = False
 
     @property
@@ -617,21 +617,16 @@ def _computed(functions: Functions, tensors: Tensors, given: tuple, out: Tensor 
 
 def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
     """Cast the tensors under autocast, and resolve the precision among the options ``given``."""
-    q, precision = tensors[0], resolve_precision(tensors[0], given[_PRECISION])
-    if q.dtype == torch.float32 and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        tensors, precision = _under_autocast(tensors), ""
+    (q, k, v, *rest, bias, sinks, state), single = tensors, torch.float32
+    precision = resolve_precision(q, given[_PRECISION])
+    if q.dtype == single and not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        dtype, cast = (
+            torch.get_autocast_dtype(q.device.type),
+            (q, k, v, bias, sinks),
+        )  # slopes' dtype is fixed
+        q, k, v, *own = (x.to(dtype) if isinstance(x, Tensor) and x.dtype == single else x for x in cast)
+        tensors, precision = (q, k, v, *rest, *own, state), ""
     return tensors, (*given[:_PRECISION], precision, *given[_PRECISION + 1 :])
-
-
-def _under_autocast(tensors: Tensors) -> Tensors:
-    """The call's fp32 tensors in autocast's dtype, except slopes: their dtype is fixed."""
-    q, k, v, *rest, bias, sinks, state = tensors
-    dtype = torch.get_autocast_dtype(q.device.type)
-    cast = [
-        x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
-        for x in (q, k, v, bias, sinks)
-    ]
-    return (*cast[:3], *rest, *cast[3:], state)
 
 
 def result_of(outputs: Outputs, return_lse: bool) -> Result:

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cute_attn.epilogues.functions.trace import check_function
 from cute_attn.host.mask_kinds import LISTED_ROWS, made_block_mask
-from cute_attn.host.values import check_device, is_int, python_number, shown
+from cute_attn.host.values import check_device, is_int, length, python_number, shown
 
 _UNIT, _MOST_ROWS, _MOST_LENGTH = 32, 512, 1 << 30
 
@@ -57,27 +57,14 @@ def block_mask(
         The function reads more than 32 values per query, which is as many as the kernel keeps.
     """
     check_function("mask_mod", mask_mod)
-    sizes = (
-        1 if b is None else _count("b", b),
-        1 if h is None else _count("h", h),
-        _count("q_len", q_len),
-        _count("kv_len", kv_len),
-    )
+    given = {"b": 1 if b is None else b, "h": 1 if h is None else h, "q_len": q_len, "kv_len": kv_len}
+    sizes: Any = tuple(length(name, n, 1, _MOST_LENGTH) for name, n in given.items())
     where = _device(device)
     if torch.compiler.is_compiling():
         from cute_attn.api import in_graphs  # loads torch's compiler
 
         return in_graphs.made_block_mask(mask_mod, sizes, _block_size(block_size), where)
     return made_block_mask(mask_mod, sizes, _block_size(block_size), where)
-
-
-def _count(name: str, value: Any) -> int:
-    value = python_number(value)
-    if not is_int(value):
-        raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")
-    if not 1 <= value <= _MOST_LENGTH:
-        raise ValueError(f"{name} is {value}; accepted: 1 to {_MOST_LENGTH}")
-    return value
 
 
 def _block_size(given: Any) -> tuple[int, int]:

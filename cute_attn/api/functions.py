@@ -40,8 +40,13 @@ def all_epilogues(
     (q, k, *_), (score_mod, mask_mod, block_mask), found = tensors, functions, []
     if block_mask is not None and packed is None:
         packed = packed_sequences(tensors, longest)
-        if packed is None:
-            _check_for_block_mask(q, k, tensors[_SEQUSED_K])
+        if packed is None and tensors[_SEQUSED_K] is not None:
+            raise ValueError("block_mask is given with seqused_k; accepted: one of them")
+        for name, x in (("q", q), ("k", k)) if packed is None else ():
+            check_dense(name, x)
+            if x.dim() != 4:
+                raise wrong_shape(name, x, "(batch, seqlen, heads, head_dim)")
+        packed = packed or Packed((), (*q.shape[:3], *k.shape[1:3]))
     if in_a_graph(functions):
         return {**given_epilogues(epilogues), **in_graphs().stand_ins(tensors, functions, packed)}
     if score_mod is not None or mask_mod is not None:
@@ -99,13 +104,3 @@ def _hold_for_graphs(name: str, q: Any) -> None:
         return
     if not no_dispatch_mode() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
         hold(name)
-
-
-def _check_for_block_mask(q: Any, k: Any, seqused_k: Tensor | None) -> None:
-    """Raise for a call that cannot have a BlockMask: with seqused_k, or with q or k that is not a batch."""
-    if seqused_k is not None:
-        raise ValueError("block_mask is given with seqused_k; accepted: one of them")
-    for name, x in (("q", q), ("k", k)):
-        check_dense(name, x)
-        if x.dim() != 4:
-            raise wrong_shape(name, x, "(batch, seqlen, heads, head_dim)")

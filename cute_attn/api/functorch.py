@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_attn.epilogues.names import user_epilogue
+from cute_attn.host.backward import Needed
 from cute_attn.host.call import ATTENTION, BIAS, NUM_TENSORS, SLOPES, Call
 from cute_attn.host.dispatch import DIFFERENTIABLE, LEVEL, NO_GRADIENT, NO_TANGENT, not_in_jvp, unpacked
 
@@ -28,6 +29,8 @@ EPILOGUES = Call._fields.index("epilogues") - NUM_TENSORS - 1
 """Position of the epilogues' names in ``rest``: the arguments of a call that follow its tensors."""
 _RANKS = {"alibi_slopes": 1, "bias": 4}
 Dims = tuple[int | None, ...]
+Some = Sequence[Any]
+Results = tuple[Tensor | None, ...]
 _NO_MORE = (
     "a third derivative of attention, or a tangent of its tangent, is asked for; accepted: first and second ones, as "
     "gradients of gradients, gradients of tangents and tangents of gradients"
@@ -90,13 +93,13 @@ def _unpacked(call: Call) -> tuple[tuple, tuple]:
     return unpacked((*call[:NUM_TENSORS], *call.epilogue_tensors))
 
 
-def _jvp(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor, ...]:
+def _jvp(rest: tuple, tensors: Some, tangents: Some) -> tuple[Tensor, ...]:
     """out, lse and their tangents; tangents: a tangent or None for each tensor."""
     wanted = _wanted(rest, tensors, tangents)
     return _Jvp.apply(rest, len(wanted), *wanted, *tensors)
 
 
-def _wanted(rest: tuple, tensors: Sequence[Any], tangents: Sequence[Any]) -> tuple[Tensor | None, ...]:
+def _wanted(rest: tuple, tensors: Some, tangents: Some) -> Results:
     if tangents[SLOPES] is not None:
         raise NotImplementedError(NO_TANGENT)
     aux = Call.joined(tensors, rest).aux
@@ -146,7 +149,7 @@ class _Forward(torch.autograd.Function):
         return tuple(found), (0,) * len(found)
 
 
-def gradients(rest: tuple, needed: tuple[bool, ...], given: Sequence[Any]) -> tuple[Tensor | None, ...]:
+def gradients(rest: tuple, needed: Needed, given: Some) -> Results:
     """The gradients of a call, which are differentiable again.
 
     needed: flags for q, k, v, bias, sinks and the tensors of epilogues.
@@ -159,13 +162,7 @@ def gradients(rest: tuple, needed: tuple[bool, ...], given: Sequence[Any]) -> tu
     return _spread(needed, found)
 
 
-def _seconds(
-    rest: tuple,
-    needed: tuple[bool, ...],
-    tangents: Sequence[Any],
-    cotangents: Sequence[Any],
-    tensors: Sequence[Any],
-) -> tuple[Tensor | None, ...]:
+def _seconds(rest: tuple, needed: Needed, tangents: Some, cotangents: Some, tensors: Some) -> Results:
     """J t, and the gradient of u . J t, see :mod:`cute_attn.reference.second`. needed: flags for u, and as above."""
     outer = zip(needed, cotangents, strict=False)
     needed = (*(wanted and x is not None for wanted, x in outer), *needed[len(cotangents) :])
@@ -196,7 +193,7 @@ def _placed(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [*found, *grads[len(INDICES) :]]
 
 
-def _sums(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _sums(some: Some, others: Some) -> Results:
     pairs = zip(some, others, strict=True)
     return tuple([y if x is None else x if y is None else x + y for x, y in pairs])
 
@@ -224,19 +221,9 @@ class _Backward(_Derivative):
     """
 
     @staticmethod
-    def forward(
-        rest: tuple,
-        needed: tuple[bool, ...],
-        grad_out: Tensor | None,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
-        *tensors: Any,
-    ) -> tuple[Tensor, ...]:
-        given = (grad_out, grad_lse, out, lse, list(needed))
-        *grads, own = torch.ops.cute_attn.backward.default(
-            *given, *Call.joined(tensors, rest).values(ATTENTION)
-        )
+    def forward(rest: tuple, needed: Needed, *given: Any) -> tuple[Tensor, ...]:
+        arguments = Call.joined(given[4:], rest).values(ATTENTION)
+        *grads, own = torch.ops.cute_attn.backward.default(*given[:4], list(needed), *arguments)
         return tuple(x for x, wanted in zip((*grads, *own), needed, strict=True) if wanted)
 
     @staticmethod

@@ -39,12 +39,8 @@ Result = TypeVar("Result")
 # ---- between two graphs ----
 
 
-def _made_block_mask(*arguments: Any) -> Any:
-    return mask_kinds.made_block_mask(*arguments)
-
-
 made_block_mask = torch.compiler.disable(
-    _made_block_mask, reason="cute_attn makes a mask's blocks outside of graphs"
+    mask_kinds.made_block_mask, reason="cute_attn makes a mask's blocks outside of graphs"
 )
 
 
@@ -76,9 +72,9 @@ def stand_ins(
 ) -> dict[str, tuple[Tensor, ...]]:
     """Placeholder epilogues by name, with their arguments: stand-ins, a function's results, a BlockMask's lists.
 
-    tensors: q and k first. functions: score_mod, mask_mod and block_mask.
+    tensors: q first. functions: score_mod, mask_mod and block_mask; packed: a BlockMask's sequences.
     """
-    (q, k, *_), (score_mod, mask_mod, block_mask) = tensors, functions
+    q, (score_mod, mask_mod, block_mask) = tensors[0], functions
     found: dict[str, tuple[Tensor, ...]] = {}
     noted: tuple[Tensor, ...] = ()
     for what, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
@@ -88,9 +84,7 @@ def stand_ins(
         found[_FUNCTIONS] = noted
     if block_mask is not None:
         block_masks.check_block_mask(block_mask)
-        sizes, starts = (
-            ((*q.shape[:3], *k.shape[1:3]), ()) if packed is None else (packed.sizes, packed.starts)
-        )
+        starts, sizes, _ = packed  # type: ignore[misc]
         kinds, *lists = block_tables(block_masks.blocks_of(block_mask), *sizes, starts=starts)
         block_masks.check_fits(block_mask, kinds, q.device, *sizes)
         if all(sizes):

@@ -222,10 +222,9 @@ check_lengths
     given, read = tensors if out is None else (*tensors, out), plans.NOTHING
     key: Hashable = options
     users = isinstance(kernel, str) and ":" in kernel  # a user's class may be registered again at any time
-    named = type(epilogues) is not tuple or epilogues
-    masked = mask_mod is not None or block_mask is not None
+    reads = score_mod is not None or mask_mod is not None or block_mask is not None
     shapes: tuple = ()
-    if (named or score_mod is not None or masked) and not users and isinstance(q, Tensor):
+    if (reads or type(epilogues) is not tuple or epilogues) and not users and isinstance(q, Tensor):
         brought, sizes = None, (*q.shape[:3], *k_cache.shape[1:3]) if isinstance(k_cache, Tensor) else ()
         if block_mask is not None:
             of_tables = getattr(page_table, "shape", None), getattr(cu_seqlens_q, "shape", None)
@@ -238,12 +237,8 @@ check_lengths
             own_key, own, read = brought
             key, given = (options[:-1], own_key), (*given, *own)
     arguments = (functions, tensors, out, options, shapes)
-    if (
-        users
-        or check_lengths is not False
-        or type(return_lse) is not bool
-        or type(return_max_scores) is not bool
-    ):
+    plain = check_lengths is False and type(return_lse) is type(return_max_scores) is bool
+    if users or not plain:
         found = as_one_node(_attend, *arguments)
     else:
         cached = isinstance(k_cache, Tensor) and not k_cache.is_nested and k_cache.dim() == 4
@@ -290,9 +285,8 @@ def _attend(
     )  # fmt: skip
     if not is_one_of(causal, (False, True)):
         raise ValueError(f"causal is {shown(causal)}; accepted: False or True, aligned bottom right")
-    if not isinstance(q, Tensor) or not isinstance(k_cache, Tensor) or q.is_nested:
-        for name, x in (("q", q), ("k_cache", k_cache)):
-            check_dense(name, x)
+    for name, x in (("q", q), ("k_cache", k_cache)):
+        check_dense(name, x)
     mask, left, right = resolve_mask(causal, window)
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
@@ -310,12 +304,10 @@ def _attend(
         sizes = (call.batch, call.max_seqlen_q, call.nheads, call.cache.capacity, k_cache.shape[2], 1)
         sequences = Packed((), sizes, shapes)
     named = all_epilogues(tensors, named, functions, packed=sequences)
-    epilogues, epilogue_tensors, epilogue_numbers = pack_epilogues(named)
+    names, own, numbers = pack_epilogues(named)
+    own = materialized(own)
     call = call._replace(
-        epilogues=epilogues,
-        epilogue_tensors=materialized(epilogue_tensors),
-        epilogue_numbers=epilogue_numbers,
-        precision=_precision(q),
+        epilogues=names, epilogue_tensors=own, epilogue_numbers=numbers, precision=_precision(q)
     )
     check_tensors(call, ("q", "k_cache", "v_cache"))
     if q.device.type == "cpu" and (call.kernel or call.tile):
@@ -420,7 +412,8 @@ def attend(call: Call, out: Tensor | None = None) -> Outputs:
             rotated = launch_append(call, q if rotates else None)
             q = q if rotated is None else rotated
         max_scores = empty_maxima(call)
-        found = launch_attention(plan, call, record.readable(q, call.alignment), out, max_scores=max_scores)
+        call = call._replace(q=record.readable(q, call.alignment))
+        found = launch_attention(plan, call, out, max_scores=max_scores)
     if call.k is not None:
         record.overwritten(call.k_cache, call.v_cache, beside=(call.k, call.v))
     if out is not None:

@@ -19,7 +19,7 @@ from cute_attn.api import functorch
 from cute_attn.epilogues.functions.known import with_texts, without_texts
 from cute_attn.epilogues.names import TRACED
 from cute_attn.host import fused_qkv, plans
-from cute_attn.host.backward import NOTHING, Gradients, check_given, gradients
+from cute_attn.host.backward import NOTHING, Given, Gradients, Needed, check_given, gradients
 from cute_attn.host.call import ATTENTION, LIBRARY, NUM_TENSORS, Call, define, pytorchs_precision, schema
 from cute_attn.host.checks import check, check_gradients, check_out
 from cute_attn.host.choose import user_classes
@@ -33,8 +33,6 @@ from cute_attn.host.record import Record, empty, overwritten, planned
 
 _ARGUMENTS = schema(ATTENTION)
 _NAMED = len(DIFFERENTIABLE)
-Outer = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
-"""Gradient of out, gradient of lse, out and lse. A gradient is None if it is zero."""
 _KERNEL = Call._fields.index("kernel") - NUM_TENSORS - 1
 """As ``functorch.EPILOGUES``."""
 
@@ -89,14 +87,7 @@ def forward_into(call: Call, out: Tensor) -> Outputs:
 
 
 def backward(
-    call: Call,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: tuple[bool, ...],
-    launched: bool = False,
-    into: Gradients = NOTHING,
+    call: Call, outer: Given, needed: Needed, launched: bool = False, into: Gradients = NOTHING
 ) -> tuple[Tensor | None, ...]:
     """Return the needed gradients of q, k, v, bias and sinks, by the dispatcher only if something observes operators.
 
@@ -104,9 +95,8 @@ def backward(
     launched: whether a kernel has already read and written, in place, all tensors except grad_out and grad_lse.
     into: tensors to write gradients into, either for all needed gradients or for none.
     """
-    outer = (grad_out, grad_lse, out, lse)
     tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, *outer, *into)
-    new = (grad_out, grad_lse) if launched else tensors
+    new = outer[:2] if launched else tensors
     if call.q.is_cuda and no_dispatch_mode() and none_overrides(tensors) and all_plain(new):
         return _all_gradients(call, outer, needed, into)
     if not torch.compiler.is_compiling():
@@ -119,14 +109,14 @@ def backward(
 
 
 def _all_gradients(
-    call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
+    call: Call, outer: Given, needed: Needed, into: Gradients | None
 ) -> tuple[Tensor | None, ...]:
     """:func:`backward` on CUDA, without the dispatcher. into: see :func:`cute_attn.host.backward.gradients`."""
     named, own = needed[:_NAMED], needed[_NAMED:]
     if not any(own):
-        return (*gradients(call, *outer, named, into), *(None for _ in own))
+        return (*gradients(call, outer, named, into), *(None for _ in own))
     asked, targets = with_targets(call, own)
-    found = gradients(asked, *outer, named, into)
+    found = gradients(asked, outer, named, into)
     pairs = zip(targets, call.epilogue_tensors, strict=True)
     return (*found, *(None if target is None else gradient_of(x, target) for target, x in pairs))
 
@@ -214,11 +204,8 @@ def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Call
         call, precision = functools.partial(implementation, *arguments), ""
         others = arguments[first + NUM_TENSORS + 1 :]
         epilogues = others[functorch.EPILOGUES]
-        if ":" in others[_KERNEL]:
-            return call()  # a variant may be registered again
-        if epilogues:
-            if not all(one.startswith(TRACED) for one in epilogues):
-                return call()  # one under a name may be registered again, and a function's values may change
+        if ":" in others[_KERNEL] or (epilogues and not all(one.startswith(TRACED) for one in epilogues)):
+            return call()  # what has a name may be registered again, and a function's values may change
         if arguments[first].dtype == torch.float32:
             precision = pytorchs_precision()
         return plans.of_operator((name, precision), arguments, call)
@@ -249,9 +236,9 @@ def _backward_cuda(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
-    (grad_out, grad_lse, out, lse, needed), call = arguments[:5], call_of(arguments[5:])
+    outer, needed, call = arguments[:4], arguments[4], call_of(arguments[5:])
     check(call)
-    check_gradients(call, grad_out, grad_lse, out, lse)
+    check_gradients(call, outer)
     inputs = {
         name: getattr(call, name).detach().requires_grad_()
         for name, wanted in zip(DIFFERENTIABLE, needed, strict=False)
@@ -262,7 +249,7 @@ def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
     own = tuple(x.detach().requires_grad_() if wanted else x for x, wanted in pairs)
     with below_operators(), torch.enable_grad():
         outputs = forward_cpu(call._replace(**inputs, epilogue_tensors=own, aux=""))[:2]
-        loss = _loss(outputs, (out, lse), (grad_out, grad_lse))
+        loss = _loss(outputs, outer)
     grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
     leaves = (*inputs.values(), *(x for x in own if x.requires_grad))
     found = iter(torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else ())
@@ -280,16 +267,13 @@ def below_operators() -> Iterator[None]:
         yield
 
 
-def _loss(
-    outputs: tuple[Tensor, Tensor], given: tuple[Tensor, Tensor], grads: tuple[Tensor | None, Tensor | None]
-) -> Tensor:
+def _loss(outputs: tuple[Tensor, Tensor], outer: Given) -> Tensor:
     """A scalar whose gradients are the kernels' gradients for the ``given`` out and lse.
 
     The given out and lse may cover more keys than the call, for example if results over ranges of keys were merged.
     Probabilities are relative to the given lse.
     """
-    out, lse = outputs
-    grad_out, grad_lse = grads
+    (out, lse), (grad_out, grad_lse, *given) = outputs, outer
     seen = lse != -math.inf
     share = torch.where(seen, (torch.where(seen, lse, 0.0) - torch.where(seen, given[1], 0.0)).exp(), 0.0)
     total = torch.zeros((), dtype=lse.dtype, device=lse.device)
@@ -310,15 +294,15 @@ def _filled(
     return (*filled[:_NAMED], filled[_NAMED:])
 
 
-def _into(arguments: tuple) -> tuple[Outer, Gradients, tuple[bool, ...], tuple]:
-    """Split backward_into's arguments: Outer, tensors to write into, flags of tensors given, arguments of the call."""
+def _into(arguments: tuple) -> tuple[Given, Gradients, tuple[bool, ...], tuple]:
+    """Split backward_into's arguments: Given, tensors to write into, flags of tensors given, arguments of the call."""
     into = arguments[4 : 4 + _NAMED]
     return arguments[:4], into, tuple(x is not None for x in into), arguments[4 + _NAMED :]
 
 
 def _backward_into_cuda(*arguments: Any) -> None:
     outer, into, needed, rest = _into(arguments)
-    gradients(call_of(rest), *outer, needed, into)
+    gradients(call_of(rest), outer, needed, into)
 
 
 def _backward_into_cpu(*arguments: Any) -> None:
@@ -366,8 +350,7 @@ def requires_grad(call: Call) -> bool:
         raise NotImplementedError(NO_GRADIENT)
     if any(own):
         bins_of(call, own)  # which checks them
-    named = (getattr(call, name) for name in DIFFERENTIABLE)
-    return any(own) or any(x is not None and x.requires_grad for x in named)
+    return any(x is not None and x.requires_grad for x in call.differentiable)
 
 
 class Node(NamedTuple):
@@ -411,7 +394,7 @@ class Node(NamedTuple):
 
 
 def _differentiate(
-    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: tuple[bool, ...]
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, wanted: Needed
 ) -> tuple[Tensor | None, ...]:
     """The gradients of :class:`Attention`'s call. wanted: as ``needed`` of :func:`backward`."""
     if grad_out is None and grad_lse is None:
@@ -421,7 +404,7 @@ def _differentiate(
 
     def run() -> tuple[Tensor | None, ...]:
         call = Call.joined(node.all_of(tensors), node.rest)
-        return backward(call, grad_out, grad_lse, out, lse, wanted, launched=True)
+        return backward(call, (grad_out, grad_lse, out, lse), wanted, launched=True)
 
     if torch.is_grad_enabled():
         return functorch.gradients(node.rest, wanted, (grad_out, grad_lse, out, lse, *node.all_of(tensors)))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.api.attention import Causal, Window, _attend
+from cute_attn.api.attention import Causal, Window, _attend, _Options
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod
 from cute_attn.host.memory import Tensors
 from cute_attn.host.values import check_choice, check_dense
@@ -85,10 +85,7 @@ def _lse(
     v = k if k.dtype == torch.float32 else k[..., :8]
     tensors: Tensors = (q, k, v, *starts, *used, slopes, None, sinks, None)
     varlen = any(x is not None for x in (*starts, *longest))
-    given = (
-        varlen, *longest, softmax_scale, causal, window, softcap, 0.0, "flash", (), True, False, None, None, False,
-        None, None, False, False,
-    )  # fmt: skip
+    given = _Options(varlen, longest[0], longest[1], softmax_scale, causal, window, softcap, return_lse=True)
     return _attend(tensors, given, None, functions)[1]
 
 

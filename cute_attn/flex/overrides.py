@@ -210,25 +210,17 @@ class Activation:
 
 
 def _route(*args: Any, **kwargs: Any) -> Result:
-    activation = _serving
-    if activation is None:  # restored meanwhile
-        return pytorchs(*args, **kwargs)
     if not torch.compiler.is_compiling():
-        return _serve(activation, pytorchs, args, kwargs)
-    if not activation.device:
+        return _serve(pytorchs, args, kwargs)
+    activation = _serving
+    if activation is None or not activation.device:
         return pytorchs(*args, **kwargs)
     # Watched calls, and calls that PyTorch repeats, must leave the graph: its nodes are neither watched nor repeated.
     observed = doors.observer is not None or doors.watcher is not None
     if torch.compiler.is_dynamo_compiling() and observed and not _stays_whole():
         return _serve_between_graphs(*args, **kwargs)
     found = activation.attend(activation.options, *args, **kwargs)
-    if not isinstance(found, str):
-        note_in_a_graph("")
-        return found
-    if activation.options.unsupported == "error":
-        raise not_served(found)
-    note_in_a_graph(found)
-    return pytorchs(*args, **kwargs)
+    return _finished(activation, found, pytorchs, args, kwargs)
 
 
 @torch.compiler.assume_constant_result
@@ -238,21 +230,9 @@ def _stays_whole() -> bool:
     return bool(tracer.one_graph or tracer.error_on_graph_break)
 
 
-@torch.compiler.assume_constant_result
-def note_in_a_graph(reason: str) -> None:
-    """Count a call in a graph when it is traced. reason: why PyTorch computes it, or ""."""
-    if reason:
-        fall_through(reason)
-    else:
-        doors.served.add(NAME)
-
-
 def _served_compiled(*args: Any, **kwargs: Any) -> Result:
     """Serve a call between two graphs. If no kernel supports it, PyTorch's function computes it, compiled."""
-    activation = _serving
-    if activation is None:
-        return _compiled()(*args, **kwargs)
-    return _serve(activation, _compiled(), args, kwargs)
+    return _serve(_compiled(), args, kwargs)
 
 
 _serve_between_graphs = torch.compiler.disable(
@@ -265,33 +245,40 @@ def _compiled() -> Callable[..., Result]:
     return torch.compile(pytorchs)
 
 
-def _serve(activation: Activation, stock: Callable[..., Result], args: tuple, kwargs: dict) -> Result:
+def _serve(stock: Callable[..., Result], args: tuple, kwargs: dict) -> Result:
     """Serve a call, or call ``stock``, PyTorch's function. Reports the call to the observer or watcher."""
-    options, observer, watcher = activation.options, doors.observer, doors.watcher
+    activation, observer, watcher = _serving, doors.observer, doors.watcher
+    if activation is None:  # restored meanwhile
+        return stock(*args, **kwargs)
+    options = activation.options
     if observer is not None:
         found = observer(NAME, activation.attend, options, stock, args, kwargs)
     else:
         found = activation.attend(options, *args, **kwargs)
-    reason = found if isinstance(found, str) else ""
     if observer is None and watcher is not None:
-        watcher(NAME, dict(zip(_arguments(_own), args, strict=False)), reason)
-    if not reason:
-        doors.served.add(NAME)
+        watcher(
+            NAME, dict(zip(_arguments(_own), args, strict=False)), found if isinstance(found, str) else ""
+        )
+    return _finished(activation, found, stock, args, kwargs)
+
+
+def _finished(activation: Activation, found: Any, stock: Any, args: tuple, kwargs: dict) -> Result:
+    """A call's result, or that of ``stock`` if ``found`` is the reason why PyTorch computes it. Counts the call."""
+    if not isinstance(found, str):
+        _count("")
         return found
-    if options.unsupported == "error":
-        doors.served.add(NAME, reason)
-        raise not_served(reason)
-    fall_through(reason)
+    _count(found, activation.options.unsupported != "error")
+    if activation.options.unsupported == "error":
+        raise doors.Unsupported(f"{NAME} is not served: {found}")
     return stock(*args, **kwargs)
 
 
-def not_served(reason: str) -> Exception:
-    """The error for a call that no kernel supports."""
-    return doors.Unsupported(f"{NAME} is not served: {reason}")
+@torch.compiler.assume_constant_result
+def _count(reason: str, warns: bool = False) -> None:
+    """Count a call, in a graph when it is traced. reason: why PyTorch computes it; the first such call warns.
 
-
-def fall_through(reason: str) -> None:
-    """Count a call that PyTorch computes. The first such call warns, unless a watcher reports calls."""
+    If a watcher reports calls, none warns.
+    """
     doors.served.add(NAME, reason)
-    if doors.watcher is None:  # who watches is told of each
+    if warns and doors.watcher is None:
         doors.warn_once(NAME, f"PyTorch computes a call of {NAME}: {reason}")

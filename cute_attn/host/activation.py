@@ -31,17 +31,15 @@ class Options:
         for name, accepted in choices.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in accepted:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; accepted: {', '.join(map(repr, accepted))}"
-                )
+                raise ValueError(f"{name} is {value!r}; accepted: {', '.join(map(repr, accepted))}")
+
+
+Switch = Callable[[], Any]
 
 
 @contextlib.contextmanager
 def for_a_block(
-    start: Callable[[], None],
-    restore: Callable[[], None],
-    serving: Callable[[], Any],
-    resume: Callable[[Any], object],
+    start: Switch, restore: Switch, serving: Switch, resume: Callable[..., Any]
 ) -> Iterator[None]:
     """Serve calls for a ``with`` block, then as before it: by the activation that ``serving`` returned, if any."""
     before = serving()

@@ -64,37 +64,32 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 
 NOTHING: Gradients = (None, None, None, None, None)
 
+Needed = tuple[bool, ...]
+"""Whether each gradient is needed."""
+Given = tuple[Tensor | None, Tensor | None, Tensor, Tensor]
+"""Gradients of out and lse, None for zeros; out and lse."""
 Outer = tuple[Tensor, Tensor | None, Tensor, Tensor]
-"""(grad_out, grad_lse or None, out, lse)."""
+"""The same with a gradient of out."""
 
 
-def gradients(
-    call: Call,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    needed: tuple[bool, ...],
-    into: Gradients | None = None,
-) -> Gradients:
+def gradients(call: Call, outer: Given, needed: Needed, into: Gradients | None = None) -> Gradients:
     """The needed gradients of q, k, v, bias and sinks, from the call's ``out`` and ``lse``.
 
     Deterministic with ``call.deterministic``, or under ``torch.use_deterministic_algorithms``.
 
-    Args:
-        grad_out, grad_lse: None for a gradient of zeros.
-        into: tensors to write gradients into, None for each gradient to allocate. Without ``into``, allocated
-            gradients are never views of one tensor.
+    into: tensors to write gradients into, None for each gradient to allocate. Without ``into``, allocated gradients are
+    never views of one tensor.
     """
+    grad_out, *others = outer
     if grad_out is None:  # one row of zeros, broadcast
         shape, _ = call.output_shapes()
         grad_out = call.q.new_zeros(shape[-1:]).expand(shape)
-    outer = (grad_out, grad_lse, out, lse)
-    plan = plan_of(call, outer, needed)
+    whole: Any = (grad_out, *others)
+    plan = plan_of(call, whole, needed)
     written = [x for x in into or () if x is not None]
     if into is not None and written:
         check_given(call, into, needed, outer)
-    found = launch(plan, call, outer, needed, into)
+    found = launch(plan, call, whole, needed, into)
     if written:
         record.overwritten(*written)
     return found
@@ -120,7 +115,7 @@ class Division(NamedTuple):
     multiprocessors: int
 
 
-def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
+def plan_of(call: Call, outer: Outer, needed: Needed) -> Plan:
     """The plan of a call, kept under its metadata."""
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
     options = (call[NUM_TENSORS + 1 :], *user_classes(call, "backward"), deterministic)
@@ -130,7 +125,7 @@ def plan_of(call: Call, outer: Outer, needed: tuple[bool, ...]) -> Plan:
     return plans.plan(key, tensors, lambda: plan_backward(call, outer, needed, deterministic))
 
 
-def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], deterministic: bool) -> Plan:
+def plan_backward(call: Call, outer: Outer, needed: Needed, deterministic: bool) -> Plan:
     """Check a call and choose its kernels. A plan without a main kernel computes nothing.
 
     The plan's functions are ``preprocess``, ``main`` and, for dq unless the main kernel stores it, ``convert``; with
@@ -138,8 +133,8 @@ def plan_backward(call: Call, outer: Outer, needed: tuple[bool, ...], determinis
     """
     check(call)
     check_for_kernels(call)
-    grad_out, grad_lse, out, lse = outer
-    check_gradients(call, grad_out, grad_lse, out, lse)
+    grad_out, grad_lse, out, _ = outer
+    check_gradients(call, outer)
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return Plan()
     with on_device(call.q.get_device()):
@@ -289,19 +284,14 @@ class BiasGradient:
         full = (call.batch, call.nheads, call.max_seqlen_q, call.max_seqlen_k)
         shape = tuple(call.bias.shape)
         shared = tuple(dim for dim in range(3) if shape[dim] < full[dim])
-        lengths_differ = any(
-            x is not None for x in (call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_q, call.seqused_k)
-        )
+        dtype, whole = call.bias.dtype, (full, contiguous_strides(full))
         if not shared:
-            clear = bool(call.mask) or lengths_differ or call.lists_blocks
-            return BiasGradient(
-                shape, call.bias.dtype, (full, contiguous_strides(full)), clear, (), call.bias.dtype
-            )
+            clear = bool(call.mask) or any(x is not None for x in call[3:7]) or call.lists_blocks
+            return BiasGradient(shape, dtype, whole, clear, (), dtype)
         if deterministic:
-            seen = (full, contiguous_strides(full))
-            return BiasGradient(full, torch.float32, seen, True, shared, call.bias.dtype)
+            return BiasGradient(full, torch.float32, whole, True, shared, dtype)
         strides = tuple(0 if dim in shared else step for dim, step in enumerate(contiguous_strides(shape)))
-        return BiasGradient(shape, torch.float32, (full, strides), True, (), call.bias.dtype)
+        return BiasGradient(shape, torch.float32, (full, strides), True, (), dtype)
 
     def allocate(self, like: Tensor, given: Tensor | None) -> Tensor:
         """The tensor that the kernel writes: ``given`` if its layout and dtype fit, otherwise a new one."""
@@ -331,9 +321,7 @@ class BiasGradient:
 # ---- launches ----
 
 
-def launch(
-    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None = None
-) -> Gradients:
+def launch(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradients | None = None) -> Gradients:
     """Launch a call with its plan on q's device, and return the gradients. Arguments: see :func:`gradients`."""
     with on_device(call.q.get_device()):
         if "pad" in plan.functions:
@@ -343,9 +331,7 @@ def launch(
         return _launched(plan, call, outer, needed, into)
 
 
-def _launched(
-    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
-) -> Gradients:
+def _launched(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradients | None) -> Gradients:
     given, sign, division = into or NOTHING, call.scale_sign, plan.division
     grad_out, grad_lse, out, lse = outer
     call = call.with_positive_scale()
@@ -387,13 +373,16 @@ def _launched(
         record.launch(*plan.functions["convert"].bind(**own, scale=call.softmax_scale / keep))
     if needed[0] and sign != 1:
         record.step(Tensor.mul_, dq, sign)
-    nheads_kv = call.k.shape[-2]
+    dsinks, sinks, nheads_kv = given[4], call.sinks, call.k.shape[-2]
+    if needed[4] and sinks is not None:
+        dsinks = record.contiguous(sinks, tuple(sinks.shape)) if dsinks is None else dsinks
+        record.step(_sinks_gradient, sinks, lse_log2, minus_d, keep, dsinks)
     return (
         dq if needed[0] else None,
         _sum_splits(dk, nheads_kv, given[1]) if needed[1] else None,
         _sum_splits(dv, nheads_kv, given[2]) if needed[2] else None,
         None if dbias is None else division.bias.finish(dbias, given[3]),
-        _sinks_gradient(call.sinks, lse_log2, minus_d, keep, given[4]) if needed[4] else None,
+        dsinks,
     )
 
 
@@ -411,7 +400,7 @@ def _launch_main(plan: Plan, arguments: dict[str, Any]) -> None:
 
 
 def _results(
-    call: Call, shapes: tuple[tuple[int, ...], ...], needed: tuple[bool, ...], into: Gradients | None
+    call: Call, shapes: tuple[tuple[int, ...], ...], needed: Needed, into: Gradients | None
 ) -> list[Tensor]:
     """dq, dk and dv for the kernels to write: from ``into``, or new, as views of one tensor if q, k and v are."""
     given, found = into or NOTHING, []
@@ -433,7 +422,7 @@ def _results(
     return found
 
 
-def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gradients) -> Gradients:
+def _without_keys(call: Call, outer: Outer, needed: Needed, given: Gradients) -> Gradients:
     """The gradients of a call without keys: zeros, except the sinks', since an existing row's LSE is the sink."""
     record.also()
     _, grad_lse, _, lse = outer
@@ -448,9 +437,7 @@ def _without_keys(call: Call, outer: Outer, needed: tuple[bool, ...], given: Gra
     return (*zeros, dsinks)  # type: ignore[return-value]
 
 
-def _padded(
-    plan: Plan, call: Call, outer: Outer, needed: tuple[bool, ...], into: Gradients | None
-) -> Gradients:
+def _padded(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradients | None) -> Gradients:
     """Compute a call on padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
     grad_out, grad_lse, out, lse = outer
     tensors, given = (*call[:3], grad_out, out), into or NOTHING
@@ -470,23 +457,13 @@ def _padded(
     return (*wanted, *found[3:])  # type: ignore[return-value]
 
 
-def _sinks_gradient(
-    sinks: Tensor | None, lse_log2: Tensor, minus_d: Tensor, keep: float, given: Tensor | None
-) -> Tensor:
-    """The gradient of (nheads,) sinks, from the preprocess's D: dsink = -sum over rows of exp(sink - LSE) * D.
+def _sinks_gradient(sinks: Tensor, lse_log2: Tensor, minus_d: Tensor, keep: float, out: Tensor) -> None:
+    """Write the gradient of (nheads,) sinks, from the preprocess's D: dsink = -sum over rows of exp(sink - LSE) * D.
 
     exp(sink - LSE) is the sink's probability in a row's softmax. In rows that do not exist, LSE is inf and D is 0.
 
     lse_log2, minus_d: (batch, nheads, rows), or varlen (nheads, rows); D has the factor ``keep``, 1 - dropout_p.
     """
-    assert sinks is not None
-    if given is None:
-        given = record.empty(sinks, tuple(sinks.shape), (1,), sinks.dtype)
-    record.step(_sinks_gradient_into, sinks, lse_log2, minus_d, keep, given)
-    return given
-
-
-def _sinks_gradient_into(sinks: Tensor, lse_log2: Tensor, minus_d: Tensor, keep: float, out: Tensor) -> None:
     shares = torch.exp2(sinks.float()[:, None] * math.log2(math.e) - lse_log2)
     out.copy_((shares * minus_d).sum(-1 if lse_log2.dim() == 2 else (0, 2)) / keep)
 
@@ -506,18 +483,10 @@ def _sum_into(x: Tensor, dim: int | tuple[int, ...], out: Tensor, keepdim: bool 
     torch.sum(x, dim, keepdim=keepdim, out=out)
 
 
-def check_given(
-    call: Call,
-    given: Gradients,
-    needed: tuple[bool, ...],
-    outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
-) -> None:
-    """Raise if a tensor to write a gradient into does not fit.
-
-    outputs: (grad_out, grad_lse, out, lse).
-    """
+def check_given(call: Call, given: Gradients, needed: Needed, outer: Given) -> None:
+    """Raise if a tensor to write a gradient into does not fit."""
     names = ("grad_out", "grad_lse", "out", "lse")
-    taken = [(name, x) for name, x in zip(names, outputs, strict=True) if x is not None]
+    taken = [(name, x) for name, x in zip(names, outer, strict=True) if x is not None]
     taken += call.tensors()
     for name, own, wanted in zip(("q", "k", "v", "bias", "sinks"), given, needed, strict=True):
         if own is None:

@@ -169,12 +169,8 @@ def _made_of(block_mask: BlockMask) -> _Made:
 
     They are also rebuilt on another stream, and in another capture of a CUDA graph, whose replays read the lists again.
     """
-    known = _made.get(block_mask)
-    if (
-        known is not None
-        and known.capture == _capture(block_mask.kv_num_blocks)
-        and _holds(known, block_mask)
-    ):
+    known, capture = _made.get(block_mask), _capture(block_mask.kv_num_blocks)
+    if known is not None and known.capture == capture and _holds(known, block_mask):
         return known
     return remember(block_mask, kinds_of(blocks_of(block_mask)))
 

@@ -167,7 +167,7 @@ class Call(NamedTuple):
         return self._replace(**dict(zip(names, found, strict=True)))
 
     @property
-    def differentiable(self) -> tuple[Tensor | None, ...]:
+    def differentiable(self) -> tuple[Any, ...]:
         """The tensors that may have a gradient or a tangent: q, k, v, bias, sinks and those of epilogues."""
         return (*self.values(DIFFERENTIABLE), *self.epilogue_tensors)
 
@@ -319,15 +319,11 @@ class Call(NamedTuple):
     @property
     def lists_blocks(self) -> bool:
         """True if kernels may skip blocks that an epilogue does not list."""
-        if not self.epilogues:
-            return False
         return lists_blocks(self.epilogue_names)
 
     def by_definition(self) -> tuple[reference.Features, ScoreInputs, reference.Lengths]:
         """Arguments of :mod:`cute_attn.reference` other than q, k, v and the scale."""
-        epilogues: tuple[reference.Epilogue, ...] = ()
-        if self.epilogues:
-            epilogues = tuple(user_epilogue(name).reference for name in self.epilogue_names)
+        epilogues = tuple(user_epilogue(name).reference for name in self.epilogue_names)
         lengths = reference.Lengths(*self[3:7], self.max_seqlen_q, self.max_seqlen_k)
         return reference.Features(self.mask, self.dropout, epilogues), self.score_inputs(), lengths
 
@@ -432,12 +428,11 @@ def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
 LIBRARY = torch.library.Library("cute_attn", "FRAGMENT")
 
 
+Implementation = Callable[..., Any]
+
+
 def define(
-    signature: str,
-    cpu: Callable[..., Any],
-    cuda: Callable[..., Any],
-    fake: Callable[..., Any],
-    *tags: torch.Tag,
+    signature: str, cpu: Implementation, cuda: Implementation, fake: Implementation, *tags: torch.Tag
 ) -> None:
     """Define an operator by its signature, and its implementations for tensors on the CPU, on GPUs and fake ones."""
     name = signature.partition("(")[0]
@@ -530,11 +525,7 @@ def unpack_epilogues(
     epilogues: Sequence[str], tensors: Sequence[Tensor], numbers: Sequence[float]
 ) -> dict[str, tuple]:
     """The inverse of :func:`pack_epilogues`: for each name a tuple of its arguments."""
-    next_tensor, next_number = iter(tensors), iter(numbers)
-    take = {
-        "t": lambda: next(next_tensor),
-        "f": lambda: next(next_number),
-        "i": lambda: int(next(next_number)),
-    }
+    given = iter(numbers)
+    kinds: dict[str, Iterator[Any]] = {"t": iter(tensors), "f": given, "i": map(int, given)}
     pairs = (item.partition(":")[::2] for item in epilogues)
-    return {name: tuple(take[letter]() for letter in letters) for name, letters in pairs}
+    return {name: tuple(next(kinds[letter]) for letter in letters) for name, letters in pairs}

@@ -58,7 +58,10 @@ MAX_STEPS = 2**29
 
 def check(call: Call) -> None:
     """Raise TypeError or ValueError for the first wrong parameter, on any device."""
-    _check_tensors(call)
+    check_tensors(call, ("q", "k", "v"))
+    check_dtype("q", call.q, *FLOAT_DTYPES)
+    for name, tensor in (("k", call.k), ("v", call.v)):
+        check_dtype(name, tensor, call.q.dtype, of="q")
     _check_shapes(call)
     _check_numbers(call)
     _check_lengths(call)
@@ -107,13 +110,6 @@ def check_epilogues(call: Call, keys: int) -> None:
             sizes = {"batch": call.batch, "head": call.nheads, "query": call.max_seqlen_q, "key": keys}
             if not any(isinstance(x, torch.SymInt) for x in sizes.values()):
                 epilogue.warn_of_indices(inputs, sizes)
-
-
-def _check_tensors(call: Call) -> None:
-    check_present(call.tensors(), ("q", "k", "v"))
-    check_dtype("q", call.q, *FLOAT_DTYPES)
-    for name, tensor in (("k", call.k), ("v", call.v)):
-        check_dtype(name, tensor, call.q.dtype, of="q")
 
 
 def _check_shapes(call: Call) -> None:
@@ -344,15 +340,14 @@ def _check_cache(call: Call) -> None:
             )
     if call.cache.capacity > MAX_SEQLEN:
         raise ValueError(f"k_cache has capacity {call.cache.capacity}; accepted: up to {MAX_SEQLEN}")
-    if call.cache_batch_idx is not None:
-        check_int32("cache_batch_idx", call.cache_batch_idx, batch)
-    elif call.entries != batch:
+    for name in ("cache_batch_idx", "cache_seqlens", "cache_leftpad"):
+        if getattr(call, name) is not None:
+            check_int32(name, getattr(call, name), batch)
+    if call.cache_batch_idx is None and call.entries != batch:
         name, others = ("k_cache", "page_table or ") if table is None else ("page_table", "")
         raise ValueError(
             f"{name} has {call.entries} entries; accepted: {batch}, the batch, or {others}cache_batch_idx beside it"
         )
-    if call.cache_seqlens is not None:
-        check_int32("cache_seqlens", call.cache_seqlens, batch)
 
 
 def _check_new(call: Call) -> None:
@@ -449,8 +444,6 @@ def check_attention(call: Call) -> None:
         if not 0 <= call.max_seqlen_q <= MAX_SEQLEN:
             raise ValueError(f"max_seqlen_q is {call.max_seqlen_q}; accepted: 0 to {MAX_SEQLEN}")
         check_cumulative("cu_seqlens_q", cu_seqlens, call.batch, q.shape[0], call.max_seqlen_q)
-    if call.cache_leftpad is not None:
-        check_int32("cache_leftpad", call.cache_leftpad, call.batch)
     check_append(call)
     check_dtype("q", q, k_cache.dtype, of="k_cache")
     if q.shape[-1] != k_cache.shape[-1]:
@@ -645,17 +638,11 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} has strides {tuple(tensor.stride())}; accepted: a last stride of 1")
 
 
-def check_gradients(
-    call: Call, grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse: Tensor
-) -> None:
-    """Raise if a backward's inputs do not fit the call. Assumes :func:`check`."""
-    out_shape, lse_shape = call.output_shapes()
-    for name, tensor, shape, dtype in (
-        ("grad_out", grad_out, out_shape, call.q.dtype),
-        ("grad_lse", grad_lse, lse_shape, call.lse_dtype),
-        ("out", out, out_shape, call.q.dtype),
-        ("lse", lse, lse_shape, call.lse_dtype),
-    ):
+def check_gradients(call: Call, outer: Sequence[Tensor | None]) -> None:
+    """Raise if a backward's gradients of out and lse, out and lse do not fit the call. Assumes :func:`check`."""
+    kinds = tuple(zip(call.output_shapes(), (call.q.dtype, call.lse_dtype), strict=True))
+    names = ("grad_out", "grad_lse", "out", "lse")
+    for name, tensor, (shape, dtype) in zip(names, outer, (*kinds, *kinds), strict=True):
         if tensor is None and name.startswith("grad"):
             continue
         check_dense(name, tensor)

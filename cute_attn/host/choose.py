@@ -166,9 +166,8 @@ def _tma_bias_reason(call: Call, kernel: Any) -> str | None:
     rows = bias.shape[2] > 1 and bias.stride(2) != 0
     if rows and aligned and bias.stride(-1) == 1 and all(step % whole == 0 <= step for step in steps):
         return None
-    address = (
-        "" if aligned else f" and starts {bias.data_ptr() % ALIGNMENT_BYTES} bytes past a multiple of 16"
-    )
+    past = bias.data_ptr() % ALIGNMENT_BYTES
+    address = f" and starts {past} bytes past a multiple of 16" if past else ""
     return (
         f"bias has shape {tuple(bias.shape)}, strides {tuple(bias.stride())}{address}; accepted: more rows than one, "
         f"multiples of {whole} elements before the last stride, and data aligned to {ALIGNMENT_BYTES} bytes,"

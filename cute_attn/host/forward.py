@@ -172,7 +172,7 @@ def _divided(
     """Compute a call with split keys. keeps_rows: keep rows of ``out`` without a sequence; combine would write them."""
     written = record.contiguous(out, tuple(out.shape)) if keeps_rows else out
     call = split_kv.as_cache(call.as_kernels_read())
-    split_kv.launch(plan, call, call.q, written, lse, max_scores)
+    split_kv.launch(plan, call, written, lse, max_scores)
     if keeps_rows:
         record.step(write_owned, out, written, call.cu_seqlens_q)
     return out, lse

@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cute_attn.host.memory import has_memory
+from cute_attn.host.memory import contiguous_strides, has_memory
 from cute_attn.host.plans import no_dispatch_mode
 
 
 def number_packed(tensors: Sequence[Tensor]) -> int:
     """Number of q, k and v, counted from v, that may be views of one packed tensor by their metadata: 3, 2 or 0."""
+    x = tensors[-1]
+    nheads, dim = x.shape[-2:]
+    if x.stride(-1) != 1 or (nheads > 1 and x.stride(-2) != dim):  # heads have no gaps
+        return 0
     for count in (3, 2):
-        if _alike(tensors[-count:], count):
+        alike = all(other.shape == x.shape and other.stride() == x.stride() for other in tensors[-count:])
+        if alike and x.stride(-3) >= count * nheads * dim:  # rows have room for all
             return count
     return 0
 
@@ -31,26 +36,10 @@ def are_adjacent(tensors: Sequence[Tensor]) -> bool:
     return all(other.data_ptr() == first + i * step for i, other in enumerate(tensors))
 
 
-def _alike(tensors: Sequence[Tensor], count: int) -> bool:
-    """True if shapes and strides are equal, heads have no gaps, and row strides have room for ``count`` tensors."""
-    x = tensors[0]
-    nheads, dim = x.shape[-2:]
-    heads_adjacent = x.stride(-1) == 1 and (nheads == 1 or x.stride(-2) == dim)
-    return (
-        heads_adjacent
-        and x.stride(-3) >= count * nheads * dim
-        and all(other.shape == x.shape and other.stride() == x.stride() for other in tensors)
-    )
-
-
 def packed_strides(shape: Sequence[int], count: int) -> tuple[int, ...]:
     """Strides of a view of shape (..., heads, dim) into a contiguous (..., count, heads, dim)."""
-    *rows, nheads, dim = shape
-    strides, step = [dim, 1], count * nheads * dim
-    for size in reversed(rows):
-        strides.insert(0, step)
-        step *= size
-    return tuple(strides)
+    *steps, _, head, one = contiguous_strides((*shape[:-2], count, *shape[-2:]))
+    return (*steps, head, one)
 
 
 class _Unbind(torch.autograd.Function):

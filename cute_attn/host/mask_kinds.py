@@ -140,11 +140,8 @@ def lists_of(kinds: Tensor) -> tuple[Lists, Lists]:
     batch, nheads, rows, columns = kinds.shape
     with memory.on_device(kinds.get_device()):
         of_queries, of_keys = (
-            tuple(
-                torch.empty(shape, dtype=torch.int32, device=kinds.device)
-                for shape in ((batch, nheads, n), (batch, nheads, n, others)) * 2
-            )
-            for n, others in ((rows, columns), (columns, rows))
+            tuple(kinds.new_empty((batch, nheads, *shape), dtype=torch.int32) for shape in shapes * 2)
+            for shapes in (((rows,), (rows, columns)), ((columns,), (columns, rows)))
         )
         check_count("block_mask has rows and columns of blocks", batch * nheads * (rows + columns))
         traits = Traits("block_lists", "sm80", "bf16", LISTED_ROWS)

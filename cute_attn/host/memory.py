@@ -198,13 +198,11 @@ _MAX_TRIALS = 10_000
 def overlaps_itself(x: Tensor) -> bool:
     """True if two elements of ``x`` overlap, as in an expanded tensor."""
     shape, strides, size = _layout(x)
-    return (
-        0 not in shape
-        and any(  # two whose indices first differ in dimension i
-            _overlap(strides[i] * size, (shape[i + 1 :], strides[i + 1 :], size), (later, strides[i:], size))
-            for i, later in enumerate((n - 1, *shape[i + 1 :]) for i, n in enumerate(shape))
-        )
-    )
+    for i, n in enumerate(shape):  # two whose indices first differ in dimension i
+        later, rest = (n - 1, *shape[i + 1 :]), (shape[i + 1 :], strides[i + 1 :], size)
+        if 0 not in shape and _overlap(strides[i] * size, rest, (later, strides[i:], size)):
+            return True
+    return False
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:

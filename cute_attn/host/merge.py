@@ -24,11 +24,8 @@ def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) 
     if dtype not in FLOAT_DTYPES:
         raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
     if outs.dim() not in (4, 5):
-        raise wrong_shape(
-            "outs",
-            outs,
-            "(partials, batch, seqlen_q, nheads, head_dim_v) or (partials, total_q, nheads, head_dim_v)",
-        )
+        packed = "(partials, total_q, nheads, head_dim_v)"
+        raise wrong_shape("outs", outs, f"(partials, batch, seqlen_q, nheads, head_dim_v) or {packed}")
     if outs.shape[0] == 0:
         raise ValueError("outs has 0 partial results; accepted: 1 or more")
     expected = (*outs.shape[:-3], outs.shape[-2], outs.shape[-3])

@@ -25,6 +25,8 @@ from cute_attn.traits import Traits, aligned_head_dim, head_dim_multiple
 MAX_ROWS = 2**31 - 2**16
 """Maximum rows of a tensor that is copied, or split into terms. A row belongs to one head of one query or key."""
 
+Some = Sequence[Tensor | None]
+
 
 def to_copy(tensors: Sequence[Tensor]) -> tuple[bool, ...]:
     """Which tensors need a padded copy, since kernels cannot load their rows."""
@@ -60,12 +62,7 @@ def pad(kernel: Any, tensors: Sequence[Tensor], copied: Sequence[bool]) -> list[
     return [x if copy is None else copy for x, copy in zip(tensors, padded, strict=True)]
 
 
-def unpad(
-    kernel: Any,
-    padded: Sequence[Tensor | None],
-    results: Sequence[Tensor | None],
-    cu_seqlens: Tensor | None = None,
-) -> None:
+def unpad(kernel: Any, padded: Some, results: Some, cu_seqlens: Tensor | None = None) -> None:
     """Copy ``padded`` results, in the order of ``PADDED_TENSORS``, to ``results``, except where either is None.
 
     cu_seqlens: cu_seqlens_q if rows of O that no sequence owns keep their contents; None for other results.
@@ -74,12 +71,7 @@ def unpad(
         _launch(kernel, padded, results, cu_seqlens)
 
 
-def _launch(
-    kernel: Any,
-    sources: Sequence[Tensor | None],
-    targets: Sequence[Tensor | None],
-    cu_seqlens: Tensor | None,
-) -> None:
+def _launch(kernel: Any, sources: Some, targets: Some, cu_seqlens: Tensor | None) -> None:
     """Copy pairs of tensors. Arbitrary tensors replace missing ones in the arguments, which the kernel ignores."""
     both = [x is not None and y is not None for x, y in zip(sources, targets, strict=True)]
     some = both.index(True)

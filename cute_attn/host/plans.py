@@ -232,12 +232,10 @@ def may_repeat(options: tuple, q: Any) -> bool:
         return False
     if not isinstance(q, Tensor) or q.dtype == torch.float32:
         return False
-    kinds = {*map(type, options)}
     for one in options:
-        if isinstance(one, tuple):
-            kinds.discard(type(one))
-            kinds |= {*map(type, one)}
-    return kinds <= _PLAIN
+        if type(one) not in _PLAIN and not (isinstance(one, tuple) and _PLAIN.issuperset(map(type, one))):
+            return False
+    return True
 
 
 _PLAIN = frozenset((int, float, bool, str, type(None)))

@@ -10,7 +10,7 @@ arguments at the same time.
 
 import math
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
@@ -21,10 +21,6 @@ from torch import Tensor
 from cute_attn.host import counters, memory
 from cute_attn.host.memory import ALIGNMENT_BYTES, Tensors, as_strided, overlap
 from cute_attn.host.slots import TYPES, Slot, array, current_stream, slot, takes_slots
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
-
 
 # ---- a call's steps ----
 
@@ -236,19 +232,20 @@ class Recording:
         if not self.complete or not (of_torch or takes_slots(function)):
             self.complete = False
             return
-        self._launches.append((function, [self._recorded(x) for x in arguments], of_torch))
-        if direct:
-            self._direct |= set(_sources_of(self._launches[-1][1]))
+        self._launches.append((function, [self._recorded(x, direct) for x in arguments], of_torch))
 
-    def _recorded(self, x: Any) -> Any:
+    def _recorded(self, x: Any, direct: bool) -> Any:
         if x is self.work_tiles and x is not None:
             return _WorkTiles
         if isinstance(x, Tensor):
             self.complete = self.complete and x.dtype in TYPES
-            return self._place(x)
+            place = self._place(x)
+            if direct and place is not None:
+                self._direct.add(place.source)
+            return place
         if isinstance(x, list | dict):  # tensors in it would be kept
             self.complete = False
-        return tuple(map(self._recorded, x)) if isinstance(x, tuple) else x
+        return tuple(self._recorded(y, direct) for y in x) if isinstance(x, tuple) else x
 
     def _place(self, x: Tensor) -> _Place | None:
         """The location of ``x``; None if it is ambiguous, and the call then gets no record."""
@@ -295,11 +292,8 @@ class Recording:
                 continue
             source = self._sources[place.source]
             layout = made[place.source - self._given]
-            if (
-                source.numel() == returned[i].numel()
-                and source.dtype == place.dtype
-                and isinstance(layout, tuple)
-            ):
+            alike = source.numel() == returned[i].numel() and source.dtype == place.dtype
+            if alike and isinstance(layout, tuple):
                 made[place.source - self._given] = (place.shape, place.strides, place.dtype)
                 places[i] = place._replace(whole=True)
         # Kernels read integers (lengths, tables, states of dropout masks) one at a time; users' kernels may read more.
@@ -353,15 +347,6 @@ class Recording:
 
 def _version(x: Tensor | None) -> int:
     return 0 if x is None or x.is_inference() else x._version
-
-
-def _sources_of(x: Any) -> Iterator[int]:
-    """Yield the sources of a recorded argument or of a collection of arguments."""
-    if isinstance(x, _Place):
-        yield x.source
-    elif isinstance(x, tuple | list):
-        for y in x:
-            yield from _sources_of(y)
 
 
 def _numbered(x: Any, number: dict[int, int]) -> Any:

@@ -8,13 +8,13 @@ of one sequence or the only key head, is a partial sum.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo, TupleStrategy
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
 from cute_attn.epilogues.functions.graph import ordered
@@ -110,16 +110,10 @@ class _Call:
         names = [x.name for x in schema.op._schema.arguments]
         self.op = schema.op
         self.given: dict[str, Any] = dict(zip(names, schema.args_schema, strict=False))
-        self.tensors: list[tuple[str, OpStrategy]] = list(self._all())
+        children = ((name, one) for name, x in self.given.items() for one in getattr(x, "children", (x,)))
+        self.tensors = [(name, one) for name, one in children if isinstance(one, OpStrategy)]
         self._rows = self.given["q"].shape
         self._heads = self._rows[-2], (self.given.get("k_cache") or self.given["k"]).shape[-2]
-
-    def _all(self) -> Iterator[tuple[str, Any]]:
-        for name, x in self.given.items():
-            if isinstance(x, OpStrategy):
-                yield name, x
-            elif isinstance(x, TupleStrategy):
-                yield from ((name, one) for one in x.children)
 
     def allows(self, division: tuple[str, ...], sizes: tuple[int, ...]) -> bool:
         """True if the call gives the same results when it is divided so among the mesh's dimensions, of ``sizes``."""

@@ -113,7 +113,6 @@ def empty_maxima(call: Call) -> Tensor | None:
 def launch(
     plan: Plan,
     call: Call,
-    q: Tensor,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     max_scores: Tensor | None = None,
@@ -121,28 +120,27 @@ def launch(
     """Launch a call with its plan on the current stream, and return out and lse.
 
     Args:
-        q: the queries as kernels read them, rotated.
+        call: with queries as kernels read them, rotated.
         out, lse: tensors to write, with any strides that kernels write, or None to allocate them.
         max_scores: from :func:`empty_maxima`.
     """
-    starts, shapes = None if out is None else call.cu_seqlens_q, call.output_shapes()
+    q, starts, shapes = call.q, None if out is None else call.cu_seqlens_q, call.output_shapes()
     if out is None:
         out = record.contiguous(q, shapes[0])
     if lse is None:
         lse = record.contiguous(q, shapes[1], torch.float32)
     if plan.kernel is None:
         record.also()
-        out = clear_owned(out, starts)
-        return out, lse.fill_(-math.inf) if call.sinks is None else lse.copy_(
-            call.sinks[:, None].expand_as(lse)
-        )
+        lse.fill_(-math.inf)
+        if call.sinks is not None:
+            lse.copy_(call.sinks[:, None])
+        return clear_owned(out, starts), lse
     # As kernels take them: a ``Seqlens``, ``Partials`` and ``CacheTables``, which load the DSL.
     lengths = (call.cu_seqlens_q, call.cu_seqlens_k, None, call.lengths)
     seqlens = (*lengths, *call.longest, call.cache_leftpad, call.added)
     (split, partial_shapes), partials = plan.division, None
-    if (
-        partial_shapes
-    ):  # the caching allocator keeps them for the stream, or for the graph that captures the call
+    # The caching allocator keeps them for the stream, or for the graph that captures the call.
+    if partial_shapes:
         outs, lses = (record.contiguous(q, shape, torch.float32) for shape in partial_shapes)
         partials = outs, lses, split.num_splits, split.split_keys
     if plan.kernel.traits.variant:
@@ -233,11 +231,10 @@ def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> t
         rows = call.q.shape[:-2] if call.cu_seqlens_q is None else (1, call.q.shape[0])
         heads = call.q.shape[-2]
         return (split.num_splits, *rows, heads, dim), (split.num_splits, rows[0], heads, rows[1])
+    ctas = kernel.tile.blocks_per_sm * processors
     if split.how == "stream_k":
-        ctas = kernel.tile.blocks_per_sm * processors
         return (2 * ctas, kernel.tile.tile_m, dim), (2 * ctas, kernel.tile.tile_m)
     if split.how == "folded":  # O so far of each CTA; its threads keep the rest
-        ctas = kernel.tile.blocks_per_sm * processors
         return (ctas, kernel.tile.tile_m, padded(kernel.traits.head_dim_v)), (1, 1)
     return ()
 

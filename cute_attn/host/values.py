@@ -120,13 +120,13 @@ def scale_of(softmax_scale: Any, q: Tensor) -> float:
     return number("softmax_scale", softmax_scale)
 
 
-def length(name: str, value: Any) -> int:
-    """``value`` as an int from 0 to 2**31 - 1, or a compiler's symbolic int."""
+def length(name: str, value: Any, least: int = 0, most: int = 2**31 - 1) -> int:
+    """``value`` as an int from ``least`` to ``most``, or a compiler's symbolic int."""
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
         raise TypeError(f"{name} is {shown(value)}; accepted: a Python int")
-    if isinstance(value, int) and not 0 <= value < 2**31:
-        raise ValueError(f"{name} is {value}; accepted: 0 to {2**31 - 1}")
+    if isinstance(value, int) and not least <= value <= most:
+        raise ValueError(f"{name} is {value}; accepted: {least} to {most}")
     return value  # type: ignore[return-value]
 
 

@@ -53,10 +53,8 @@ def _reason(request: Request) -> str | None:
         check_for_kernels(call, whole=True)
     except (TypeError, ValueError) as error:
         return str(error)
-    if 0 in (
-        *call.q.shape,
-        *call.k.shape,
-    ):  # PyTorch launches nothing, and its cuDNN attention may return None
+    # PyTorch launches nothing, and its cuDNN attention may return None.
+    if 0 in (*call.q.shape, *call.k.shape):
         return None
     missing = (why_no_kernel(call, request.target, op) for op in ("forward", "backward"))
     return next(filter(None, missing), None) or faster_by_pytorch(request)

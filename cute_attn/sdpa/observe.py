@@ -22,6 +22,7 @@ from cute_attn import sdpa
 from cute_attn.host import doors
 from cute_attn.sdpa.calls import _is_capturing
 
+Run = Callable[..., Any]
 _NAME = "scaled_dot_product_attention"
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -117,13 +118,7 @@ class Observer:
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
     def __call__(
-        self,
-        name: str,
-        implementation: Callable[..., Any],
-        options: Any,
-        stock: Callable[..., Any] | None,
-        args: tuple,
-        kwargs: dict[str, Any],
+        self, name: str, implementation: Run, options: Any, stock: Run | None, args: tuple, kwargs: dict
     ) -> Any:
         """A call's outputs, or the reason why PyTorch computes it; stock: PyTorch's kernel."""
         given = inspect.signature(implementation).bind(options, *args, **kwargs).arguments

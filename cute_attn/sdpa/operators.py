@@ -27,7 +27,6 @@ from cute_attn.host.bias import four_dims, last_contiguous
 from cute_attn.host.call import ATTENTION, Call
 from cute_attn.host.checks import check_like
 from cute_attn.host.memory import ALIGNMENT_BYTES, as_strided, contiguous_strides, on_device, regular
-from cute_attn.host.record import Layout
 from cute_attn.sdpa.calls import Request, _is_capturing, request_of, why_not, why_not_drawn
 
 # ---- inputs as kernels read them ----
@@ -68,22 +67,16 @@ def rows_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _swapped(layout: Layout) -> Layout:
-    """The layout with its second and third dimensions exchanged."""
-    (shape, strides) = layout
-    return (shape[0], shape[2], shape[1], shape[3]), (strides[0], strides[2], strides[1], strides[3])
-
-
 @dataclass(frozen=True, slots=True)
 class Output:
     """The memory layout of one of PyTorch's outputs, which kernels write with rows before heads.
 
     Attributes:
-        layout: shape and strides that PyTorch promises.
+        layout: a meta tensor of the shape and strides that PyTorch promises.
         heads_first: whether the layout has heads before rows.
     """
 
-    layout: Layout
+    layout: Tensor
     heads_first: bool
 
     @classmethod
@@ -92,25 +85,24 @@ class Output:
 
         Memory-efficient attention's outputs are contiguous with rows before heads.
         """
+        shape = (*x.shape[:-1], last)
+        if backend == "efficient":
+            return cls(rows_first(torch.empty(shape, device="meta")), heads_first)
         x = rows_first(x) if heads_first else x
         shape = (*x.shape[:-1], last)
-        if backend != "efficient":
-            return cls((shape, strides_like(x, last)), heads_first)
-        batch, heads, rows, _ = shape
-        own = (batch, rows, heads, last)
-        return cls(_swapped((own, contiguous_strides(own))), heads_first)
+        return cls(torch.empty_strided(shape, strides_like(x, last), device="meta"), heads_first)
 
     def memory(self, like: Tensor) -> Tensor | None:
         """New memory with rows before heads; None if kernels cannot write this layout."""
-        shape, strides = _swapped(self.layout) if self.heads_first else self.layout
-        whole = ALIGNMENT_BYTES // like.element_size()
+        rows = rows_first(self.layout) if self.heads_first else self.layout
+        strides, whole = rows.stride(), ALIGNMENT_BYTES // like.element_size()
         if strides[-1] != 1 or any(step % whole or step <= 0 for step in strides[:-1]):
             return None
-        return record.empty(like, shape, strides, like.dtype)
+        return record.empty(like, tuple(rows.shape), strides, like.dtype)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Convert the kernels' output, with rows before heads, to this layout: a view, or a copy if strides differ."""
-        shape, strides = self.layout
+        shape, strides = tuple(self.layout.shape), self.layout.stride()
         x = rows_first(x) if self.heads_first else x
         own = x.stride()
         if own == strides:
@@ -200,24 +192,23 @@ def _may_see_nothing(call: Call) -> bool:
 
 
 def draw(request: Request, device: torch.device, rng: str) -> Tensor:
-    """Seed and offset of a mask; with rng="torch", the ones that PyTorch's kernel would get from its generator."""
+    """Seed and offset of a mask; with rng="torch", the ones that PyTorch's kernel would get from its generator.
+
+    It advances the generator's offset by one per thread or score, rounded up to fours.
+    """
     if rng != "torch":
         return random_states.draw(device)
+    call = request.call
+    count = 32 if request.backend == "flash" else call.max_seqlen_q * call.max_seqlen_k
     with random_states.lock:
-        seed, offset = random_states.advance(_generator(device), _advance(request))
+        step = (call.batch * call.nheads * count + 3) // 4 * 4
+        seed, offset = random_states.advance(_generator(device), step)
     return torch.tensor([(seed + 2**63) % 2**64 - 2**63, offset], dtype=torch.int64, device=device)
 
 
 def _generator(device: torch.device) -> torch.Generator:
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
-
-
-def _advance(request: Request) -> int:
-    """How far PyTorch's forward advances the generator's offset: one per thread or score, rounded up to fours."""
-    call = request.call
-    count = 32 if request.backend == "flash" else call.max_seqlen_q * call.max_seqlen_k
-    return (call.batch * call.nheads * count + 3) // 4 * 4
 
 
 def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> Tensor:

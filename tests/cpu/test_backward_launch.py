@@ -245,7 +245,7 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
     grads = (None if lse_only else grad_out, grad_lse if lse_only or deterministic else None)
     needed = (True, True, True, case.bias != "", case.sinks != "")
     inputs = (call.q, call.k, call.v, call.bias, call.sinks)
-    actual = gradients(call, *grads, out, lse, needed)
+    actual = gradients(call, (*grads, out, lse), needed)
     if case.varlen:  # rows out of bounds are NaN
         inputs = (*(x.nan_to_num(0) for x in inputs[:3]), call.bias, call.sinks)
         problem = replace(problem, tensors=inputs[:3])
@@ -273,7 +273,7 @@ def test_gradients(torch_kernels, name, lse_only, deterministic):
 
 def test_queries_of_few_keys_are_divided(torch_kernels):
     call, outer = prepared(CASES["few-keys-many-queries"])
-    gradients(call, *outer, NEEDED)
+    gradients(call, outer, NEEDED)
     (given,) = (given for traits, _, given in torch_kernels.launched if traits.op == "backward")
     assert given.mDK.shape[-2] == 3, "three multiprocessors, one head"
     assert given.mDQaccum.dtype == BF16 and "backward_convert" not in {
@@ -301,7 +301,7 @@ def test_a_tile_that_stores_dq_is_named(torch_kernels, name, tile, accepted):
         ValueError, match=r"^backward_tile has dq_direct=true, dq_rows=\d+; accepted: true for"
     )
     with contextlib.nullcontext() if accepted else refusal:
-        gradients(call, *outer, NEEDED)
+        gradients(call, outer, NEEDED)
         assert [t.dq_direct for traits, t, _ in torch_kernels.launched if traits.op == "backward"] == [True]
 
 
@@ -315,7 +315,7 @@ def test_a_scale_that_is_not_positive(torch_kernels, name, scale):
         call = call._replace(q=call.q.nan_to_num(0), k=call.k.nan_to_num(0), v=call.v.nan_to_num(0))
     out, lse, _ = operators.forward_cpu(call)
     grad_out, needed = torch.randn(out.shape).to(BF16), (True, True, True, call.bias is not None, False)
-    found = gradients(call, grad_out, None, out, lse, needed)
+    found = gradients(call, (grad_out, None, out, lse), needed)
     inputs = [None if x is None else x.detach().float().requires_grad_() for x in (*call[:3], call.bias)]
     exact = call._replace(q=inputs[0], k=inputs[1], v=inputs[2], bias=inputs[3])
     expected = torch.autograd.grad(
@@ -336,11 +336,11 @@ def shifted(x, elements):
 def test_tensors_are_padded_only_where_they_have_to_be(torch_kernels):
     """Calls with equal metadata whose tensors differ in alignment have separate plans."""
     call, outer = prepared(SMALL)
-    right = gradients(call, *outer, NEEDED)
+    right = gradients(call, outer, NEEDED)
     for names in (("q",), ("k", "v"), ("q", "k", "v"), ("v",)) * 2:
         moved = call._replace(**{name: shifted(getattr(call, name), 1) for name in names})
         torch_kernels.launched.clear()
-        found = gradients(moved, *outer, NEEDED)
+        found = gradients(moved, outer, NEEDED)
         assert all(map(torch.equal, found[:3], right[:3]))
         ops = [traits.op for traits, _, _ in torch_kernels.launched]
         assert ops == ["backward_pad", "backward_preprocess", "backward", "backward_convert"]
@@ -357,7 +357,7 @@ def test_a_sink_whose_exponential_is_infinite(torch_kernels, name):
     call.sinks.fill_(100.0)
     out, lse, _ = operators.forward_cpu(call)
     grad_lse = torch.randn(lse.shape)
-    found = gradients(call, None, grad_lse, out, lse, (False,) * 4 + (True,))[4]
+    found = gradients(call, (None, grad_lse, out, lse), (False,) * 4 + (True,))[4]
     rows = torch.where(lse.isinf(), 0.0, grad_lse)  # the sink has all of a row's softmax
     torch.testing.assert_close(found.float(), rows.sum(-1), atol=1e-2, rtol=1e-2)
 
@@ -369,10 +369,10 @@ def test_given_gradients_of_padded_calls(torch_kernels, odd, scale):
     problem = replace(SMALL, head_dim=43, head_dim_v=21) if odd else SMALL
     call, outer = prepared(problem, {"softmax_scale": scale})
     call = call._replace(q=shifted(call.q, 3))
-    right = gradients(call, *outer, NEEDED)
+    right = gradients(call, outer, NEEDED)
     strided = call.v.new_empty((*call.v.shape, 2))[..., 1]
     into = (shifted(call.q, 1), torch.empty_like(call.k), strided, None, None)
-    found = gradients(call, *outer, NEEDED, into)
+    found = gradients(call, outer, NEEDED, into)
     assert all(x is own for x, own in zip(found[:3], into, strict=False))
     assert all(map(torch.equal, found[:3], right[:3]))
     traits, _, unpad = torch_kernels.launched[-1]
@@ -385,8 +385,8 @@ def test_packed_gradients_of_padded_calls(torch_kernels):
     q, k, v = qkv.unbind(2)
     case = replace(SMALL, head_dim=43, head_dim_v=43, seqlen_k=21, nheads_kv=4)
     call, outer = prepared(case, {"q": q, "k": k, "v": v})
-    right = gradients(call, *outer, NEEDED)
-    found = gradients(call, *outer, NEEDED, backward.NOTHING)[:3]
+    right = gradients(call, outer, NEEDED)
+    found = gradients(call, outer, NEEDED, backward.NOTHING)[:3]
     assert all(map(torch.equal, found, right[:3]))
     assert len({x.untyped_storage().data_ptr() for x in found}) == 1
     assert all(x.stride() == q.stride() for x in found)
@@ -396,7 +396,7 @@ def test_more_rows_than_are_counted_are_refused(torch_kernels, monkeypatch):
     monkeypatch.setattr("cute_attn.host.padding.MAX_ROWS", 2 * 21 * 4 - 1)
     call, outer = prepared(replace(SMALL, head_dim=43))
     with pytest.raises(ValueError, match="q has rows of heads, 168 in all; accepted on CUDA: up to 167"):
-        gradients(call, *outer, NEEDED)
+        gradients(call, outer, NEEDED)
 
 
 FP32 = replace(SMALL, dtype="fp32")
@@ -417,7 +417,7 @@ def test_one_of_two_main_kernels_computes_in_fp32(torch_kernels, name, small_row
         changed[small_row].view(-1, changed[small_row].shape[-1])[3] *= 1e-8
     call = call._replace(q=inputs[0], k=inputs[1], v=inputs[2])
     out, lse, _ = operators.forward_cpu(call)
-    found = gradients(call, grad_out, None, out, lse, NEEDED)[:3]
+    found = gradients(call, (grad_out, None, out, lse), NEEDED)[:3]
     leaves = (*inputs, None, None)
     expected = expected_gradients(replace(problem, tensors=tuple(inputs)), leaves, (grad_out, None))
     for own, right in zip(found, expected, strict=True):
@@ -456,10 +456,10 @@ def test_gradients_are_written_into_given_tensors(torch_kernels, name):
     call, (grad_out, _, out, lse) = prepared(case)
     grad_lse = torch.randn(lse.shape)
     needed = (True, True, True, case.bias != "", case.sinks != "")
-    expected = gradients(call, grad_out, grad_lse, out, lse, needed)
+    expected = gradients(call, (grad_out, grad_lse, out, lse), needed)
     into = tuple(None if x is None else torch.full_like(x, math.nan) for x in expected)
     versions = [None if x is None else x._version for x in into]
-    found = gradients(call, grad_out, grad_lse, out, lse, needed, into=into)
+    found = gradients(call, (grad_out, grad_lse, out, lse), needed, into=into)
     for own, given, right, version in zip(found, into, expected, versions, strict=True):
         assert own is given and (own is None or (own.equal(right) and own._version > version))
 
@@ -476,7 +476,7 @@ def test_gradients_have_memory_of_their_own(torch_kernels, name):
     grad_out, dq = part(out, 1), part(call.q, 2)
     into = (dq, part(call.k, ("q", "grad_out", "dq").index(name)), None, None, None)
     with pytest.raises(ValueError, match=f"^dk shares memory with {name}; accepted: memory of its own"):
-        gradients(call, grad_out, None, out, lse, (True, True, False, False, False), into=into)
+        gradients(call, (grad_out, None, out, lse), (True, True, False, False, False), into=into)
     assert not torch_kernels.launched
 
 
@@ -488,7 +488,7 @@ def test_only_needed_gradients_are_computed(torch_kernels):
         (True, *4 * [False]),
     ):
         torch_kernels.built.clear()
-        found = gradients(call, *outer, needed)
+        found = gradients(call, outer, needed)
         assert tuple(x is not None for x in found) == needed
         names = [traits.name for traits, _ in torch_kernels.built]
         assert any(name.startswith("backward_convert") for name in names) == needed[0]
@@ -506,8 +506,8 @@ def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
         "one number": torch.ones((), dtype=BF16).expand(out.shape),
     }
     for name, grad in grads.items():
-        found = gradients(call, grad, None, out, lse, NEEDED)
-        right = gradients(call, grad.contiguous().clone(), None, out.clone(), lse, NEEDED)
+        found = gradients(call, (grad, None, out, lse), NEEDED)
+        right = gradients(call, (grad.contiguous().clone(), None, out.clone(), lse), NEEDED)
         assert all(torch.equal(a, b) for a, b in zip(found[:3], right[:3], strict=True)), name
         read = torch_kernels.launched[-6][2].mDO
         assert read.stride(-1) == 1 and read.data_ptr() % 16 == 0
@@ -517,22 +517,22 @@ def test_any_layout_of_the_outputs_gradient_is_accepted(torch_kernels):
 def test_the_second_call_reuses_the_plan(torch_kernels):
     call, outer = prepared(SMALL)
     for n in (1, 2):
-        gradients(call, *outer, NEEDED)
+        gradients(call, outer, NEEDED)
         assert len(torch_kernels.built) == 3 and len(torch_kernels.launched) == 3 * n
-    gradients(call, outer[0], torch.zeros_like(outer[3]), *outer[2:], NEEDED)
+    gradients(call, (outer[0], torch.zeros_like(outer[3]), *outer[2:]), NEEDED)
     assert len(torch_kernels.built) == 6
     with torch_deterministic():
-        gradients(call, *outer, NEEDED)
+        gradients(call, outer, NEEDED)
     assert len(torch_kernels.built) == 9
     assert any(getattr(built[1], "dq_in_order", False) for built in torch_kernels.built[6:])
 
 
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):
     call, (grad, _, out, lse) = prepared(replace(SMALL, layout="padded"))
-    first = gradients(call, grad, None, out, lse, NEEDED)
+    first = gradients(call, (grad, None, out, lse), NEEDED)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
     for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
-        again = gradients(one, grad, None, result, lse, NEEDED)
+        again = gradients(one, (grad, None, result, lse), NEEDED)
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
     assert len(plans._plans) == 3
 
@@ -548,15 +548,15 @@ def torch_deterministic():
 
 def test_the_callers_kernel_and_tile_are_used(torch_kernels):
     call, outer = prepared(SMALL, kernel="sm80", backward_tile="tile_n=128")
-    gradients(call, *outer, NEEDED)
+    gradients(call, outer, NEEDED)
     assert {traits.arch for traits, _ in torch_kernels.built} == {"sm80"}
     assert torch_kernels.built[0][1].tile_n == 128
     with pytest.raises(ValueError, match=r"tile has 'rows=3'; accepted: FIELD=VALUE"):
         wrong = call._replace(backward_tile="rows=3")
-        gradients(wrong, *outer, NEEDED)
+        gradients(wrong, outer, NEEDED)
     with pytest.raises(Unsupported, match=r"needs \d+ bytes of shared memory"):
         wrong = call._replace(backward_tile="tile_n=8192")
-        gradients(wrong, *outer, NEEDED)
+        gradients(wrong, outer, NEEDED)
 
 
 def test_variants(torch_kernels, monkeypatch):
@@ -567,10 +567,10 @@ def test_variants(torch_kernels, monkeypatch):
     monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
     registry.register(type("Mine", (ForwardSm80,), {}), variant="mine")
     call, outer = prepared(SMALL, kernel="sm80:mine")
-    first = gradients(call, *outer, NEEDED)
+    first = gradients(call, outer, NEEDED)
     assert [traits.variant for traits, _ in torch_kernels.built] == ["", "", ""]
     registry.register(type("Mine", (BackwardSm80,), {}), variant="mine", op="backward")
-    second = gradients(call, *outer, NEEDED)
+    second = gradients(call, outer, NEEDED)
     assert [traits.variant for traits, _ in torch_kernels.built[3:]] == ["mine", "", ""]
     assert all(torch.equal(a, b) for a, b in zip(first[:3], second[:3], strict=True))
 
@@ -581,9 +581,9 @@ def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
     rows = call.q.shape[0], call.k.shape[0]
     for deterministic in (False, True):
         stated = call._replace(max_seqlen_q=2**31 - 1, max_seqlen_k=2**31 - 1, deterministic=deterministic)
-        found = gradients(stated, *outer, NEEDED)
+        found = gradients(stated, outer, NEEDED)
         honest = call._replace(deterministic=deterministic)
-        right = gradients(honest, *outer, NEEDED)
+        right = gradients(honest, outer, NEEDED)
         for x, y in zip(found[:3], right[:3], strict=True):  # heads may be split otherwise
             torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
         given = [given for *_, given in torch_kernels.launched[-6:-3]]
@@ -594,7 +594,7 @@ def test_lengths_beyond_all_rows_take_no_more_blocks(torch_kernels):
 def test_no_sequences_have_gradients_of_zeros(torch_kernels):
     none = torch.zeros(1, dtype=torch.int32)
     call, outer = prepared(VARLEN, {"cu_seqlens_q": none, "cu_seqlens_k": none})
-    found = gradients(call, *outer, NEEDED)
+    found = gradients(call, outer, NEEDED)
     assert not torch_kernels.launched
     assert all(torch.equal(a, torch.zeros_like(b)) for a, b in zip(found, call[:3], strict=False))
 
@@ -643,11 +643,11 @@ def test_steps_of_varlen_sequences_are_bounded_by_all_rows():
 def test_wrong_shapes_are_refused(torch_kernels):
     call, (_, _, out, lse) = prepared(SMALL)
     with pytest.raises(ValueError, match=r"grad_out has shape \(2, 21, 4, 8\); accepted: \(2, 21, 4, 24\)"):
-        gradients(call, out[..., :8], None, out, lse, NEEDED)
+        gradients(call, (out[..., :8], None, out, lse), NEEDED)
     with pytest.raises(TypeError, match=r"grad_out has dtype torch.float32; accepted: torch.bfloat16"):
-        gradients(call, out.float(), None, out, lse, NEEDED)
+        gradients(call, (out.float(), None, out, lse), NEEDED)
     with pytest.raises(ValueError, match=r"lse has shape \(2, 4, 20\); accepted: \(2, 4, 21\)"):
-        gradients(call, out, None, out, lse[..., 1:], NEEDED)
+        gradients(call, (out, None, out, lse[..., 1:]), NEEDED)
 
 
 # ---- autograd's node ----
@@ -657,8 +657,8 @@ def test_the_node_computes_only_needed_gradients(monkeypatch):
     """Attention.apply, whose forward computes the reference."""
     calls = []
 
-    def answer(call, grad_out, grad_lse, out, lse, needed, launched):
-        calls.append((grad_out, grad_lse, needed))
+    def answer(call, outer, needed, launched):
+        calls.append((*outer[:2], needed))
         return tuple(
             torch.zeros_like(x) if n else None
             for x, n in zip((*call[:3], call.bias, call.sinks), needed, strict=True)

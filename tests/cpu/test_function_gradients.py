@@ -176,7 +176,7 @@ def test_the_operator_returns_them():
     assert expected.abs().max() > 0
     needed = (False,) * 5 + (False, True, False)
     detached = (x.detach() for x in (torch.ones_like(out), out, lse))
-    grad, *others = operators.backward(given, next(detached), None, *detached, needed)[-2:-4:-1]
+    grad, *others = operators.backward(given, (next(detached), None, *detached), needed)[-2:-4:-1]
     torch.testing.assert_close(grad, expected)
     assert others == [None]
 

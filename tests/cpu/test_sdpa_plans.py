@@ -369,7 +369,7 @@ def test_divided_heads_are_added_up_in_a_record(monkeypatch):
     outer = outer_of(call)
     tensors = (*call[:NUM_TENSORS], *outer)
     with Recording(tensors) as recording:
-        first = backward.gradients(call, *outer, NEEDED)
+        first = backward.gradients(call, outer, NEEDED)
     again = recording.record(first).run(tensors)
     for one, other in zip(first[:3], again[:3], strict=True):
         assert one.shape == other.shape and one.data_ptr() != other.data_ptr()
@@ -390,6 +390,6 @@ def test_gradients_are_packed_if_inputs_are(order, monkeypatch):
     for i in (*order, *order, *order):
         adjacent, into, packs = kinds[i]
         call = a_call(*inputs(adjacent))
-        dq, dk, dv, *_ = backward.gradients(call, *outer_of(call), NEEDED, into)
+        dq, dk, dv, *_ = backward.gradients(call, outer_of(call), NEEDED, into)
         together = len({x.untyped_storage().data_ptr() for x in (dq, dk, dv)}) == 1
         assert together == packs and dq.is_contiguous() != packs

@@ -104,7 +104,7 @@ def test_a_call_that_names_a_level_launches_it_between_the_packages_kernels(numb
     machine.gpu(monkeypatch, lambda kernel, target: lambda given: launched.append(kernel))
     q, grad, k, v = (torch.zeros(2, 100, heads, 64, dtype=torch.bfloat16) for heads in (4, 4, 2, 2))
     call = Call(q, k, v, max_seqlen_q=100, max_seqlen_k=100, mask="causal", kernel=LEVELS[number].name)
-    given = (grad, None, q, torch.zeros(2, 4, 100), (True, True, True, False, False))
+    given = ((grad, None, q, torch.zeros(2, 4, 100)), (True, True, True, False, False))
     backward.gradients(call, *given)
     ops = ["backward_preprocess", "backward", "backward_convert"]
     assert [kernel.traits.op for kernel in launched] == ops
