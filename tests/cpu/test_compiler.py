@@ -550,7 +550,7 @@ compile(toy.NAME, "rows=3") -> ValueError: tile has 'rows=3'
 compile(toy.NAME, "values=0") -> Unsupported: values is 0
 compile("forward-sm80:toy-bf16-d128") -> Unsupported: head_dim is 128; accepted: 64
 lookup("forward-sm90-bf16-d128", None, "sm100") -> Unsupported: forward-sm90 runs on sm90, not on sm100
-lookup("forward-sm90-fp32-d64") -> Unsupported: forward-sm90-fp32-d64: 
+lookup("forward-sm90-fp32-d64") -> Unsupported: forward-sm90-fp32-d64:
 lookup("forward-sm80-bf16-d64", "tile_n=1024", "sm80")
     -> Unsupported: tile tile_m=128,tile_n=1024,num_stages=2 needs
 lookup("forward-sm90-bf16-d128", None, "sm120") -> Unsupported: forward-sm90 runs on sm90, not on sm120
