@@ -391,18 +391,6 @@ def test_lists_of_packed_sequences_are_kept_while_these_start_there():
     assert not torch.equal(lists(packed)[0], first[0])
 
 
-def test_packed_sequences_with_other_functions():
-    q, k, v = qkv(1)
-    mask = create_block_mask(of_sequences, 3, 4, 170, 200, device="cpu")
-    options = {"score_mod": lambda s, b, h, i, j: s * (i - j).abs(), "softcap": 3.0}
-    got = packed(q, k, v, block_mask=mask, mask_mod=of_each, **options)
-    want = one_by_one(q, k, v, lambda b, h, i, j: of_sequences(b, h, i, j) & of_each(b, h, i, j), **options)
-    torch.testing.assert_close(got, want)
-    listed = packed(q, k, v, block_mask=blocks_of((0,), (0, 1)))
-    seen = one_by_one(q, k, v, lambda b, h, i, j: (i >= 128) | (j < 128))
-    torch.testing.assert_close(listed, seen)
-
-
 def test_the_gradient_of_packed_sequences_as_a_call():
     q, k, v = qkv(1)
     mask = create_block_mask(of_sequences, 3, 4, 170, 200, device="cpu")

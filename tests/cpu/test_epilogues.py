@@ -419,16 +419,6 @@ def test_softmax_over_many_blocks(name, threshold):
     compare(tiling, low)
 
 
-def test_rows_that_see_nothing():
-    """With more queries than keys under a causal mask, the first rows are empty: whole blocks, and some rows more."""
-    for features in ("causal", "window"):
-        problem = Scores.random(1, 1, 200, 60, window_left=3, window_right=0)
-        got = compare(TILINGS[SMALL].of(features), problem)
-        assert (got.lse[..., :140] == -torch.inf).all() and (got.out[..., :140, :] == 0).all()
-        assert got.lse[..., 140:].isfinite().all()
-        assert got.visits[0, 0, :2].eq(UNVISITED).all()
-
-
 # ---- packed heads ----
 
 

@@ -183,29 +183,6 @@ def test_no_address_of_a_fake_tensor_is_read(door, device, inside, written, recw
     assert bool(written) == (door != "bias")
 
 
-def test_a_given_output_in_one_graph():
-    """This includes packed sequences, whose lengths are read when the graph runs, calls with a cache, and exports."""
-    torch.compiler.reset()
-    q, k, v = inputs()
-    cache, used = randn(2, 16, 2, 16, seed=4), torch.tensor([2, 9], dtype=torch.int32)
-    calls = [
-        lambda out: attention(q, k, v[..., :8], out=out[..., :8]),
-        lambda out: attention_varlen(
-            q[0], k[0], k[0], CU_Q, CU_K, 5, 5, seqused_k=CU_K[1:] - CU_K[:-1], out=out[0]
-        ),
-        lambda out: attention_with_kvcache(q, cache, cache, cache_seqlens=used, out=out),
-    ]
-    for call in calls:
-        expected, found = torch.zeros(2, 9, 4, 16), torch.zeros(2, 9, 4, 16)
-        call(expected)
-        torch.compile(call, fullgraph=True, backend="aot_eager")(found)
-        assert expected.any() and torch.equal(found, expected)
-    module = torch.nn.Module()
-    module.forward = lambda out: calls[0](out) * 1
-    exported = torch.export.export(module, (torch.zeros(2, 9, 4, 16),), strict=False).module()
-    assert torch.equal(exported(torch.zeros(2, 9, 4, 16)), calls[0](torch.zeros(2, 9, 4, 16)))
-
-
 class Causal(torch.nn.Module):
     def forward(self, q, k, v):
         return attention(q, k, v, causal=True)
