@@ -10,7 +10,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cute_attn import attention, attention_varlen
 from cute_attn.api import operators
-from cute_attn.api.attention import attention_varlen_backward
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import block_masks
 from cute_attn.host.backward import BiasGradient
@@ -389,19 +388,6 @@ def test_lists_of_packed_sequences_are_kept_while_these_start_there():
     assert not any(map(operator.is_, others, first)) and all(map(torch.equal, others, first))
     starts[1][1:3] = torch.tensor([10, 20])
     assert not torch.equal(lists(packed)[0], first[0])
-
-
-def test_the_gradient_of_packed_sequences_as_a_call():
-    q, k, v = qkv(1)
-    mask = create_block_mask(of_sequences, 3, 4, 170, 200, device="cpu")
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = packed(*leaves, block_mask=mask, return_lse=True)
-    expected = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    given = [x.detach() for x in (q[0], k[0], v[0], out, lse)]
-    found = attention_varlen_backward(
-        torch.ones_like(out), *given, STARTS_Q, STARTS_K, *LONGEST, block_mask=mask
-    )
-    torch.testing.assert_close([x[None] for x in found], expected)
 
 
 def test_lists_of_fake_tensors_are_not_kept():

@@ -91,20 +91,6 @@ def test_varlen_is_a_loop_and_never_reads_out_of_bounds():
         torch.testing.assert_close(p[b, :, : used_q[b], : used_k[b]], one_p[b])
 
 
-def test_used_keys_of_strided_batches():
-    q, k, v = randn(3, 4, 2, 8, seed=1), randn(3, 10, 2, 8, seed=2), randn(3, 10, 2, 8, seed=3)
-    used = [10, 0, 6]
-    for b, n in enumerate(used):
-        k[b, n:], v[b, n:] = math.nan, math.inf
-    lengths = Lengths(seqused_k=torch.tensor(used, dtype=torch.int32))
-    out, lse, _ = attend(q, k, v, 1.0, lengths, mask="causal")
-    for b, n in enumerate(used):
-        one = (x[b : b + 1, :n] for x in (k, v))
-        expected, expected_lse, _ = attend(q[b : b + 1], *one, 1.0, mask="causal")
-        torch.testing.assert_close(out[b], expected[0])
-        torch.testing.assert_close(lse[b], expected_lse[0])
-
-
 def test_gradients_of_several_query_heads_are_rounded_once():
     q, k, v = (randn(1, 1, n, 8, seed=n, dtype=torch.bfloat16).requires_grad_() for n in (8, 1, 2))
     k = k.expand(-1, -1, 2, -1)
