@@ -10,6 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cute_attn import attention, attention_varlen
 from cute_attn.api import operators
+from cute_attn.api.attention import attention_varlen_backward
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import block_masks
 from cute_attn.host.backward import BiasGradient
@@ -388,6 +389,31 @@ def test_lists_of_packed_sequences_are_kept_while_these_start_there():
     assert not any(map(operator.is_, others, first)) and all(map(torch.equal, others, first))
     starts[1][1:3] = torch.tensor([10, 20])
     assert not torch.equal(lists(packed)[0], first[0])
+
+
+def test_packed_sequences_with_other_functions():
+    q, k, v = qkv(1)
+    mask = create_block_mask(of_sequences, 3, 4, 170, 200, device="cpu")
+    options = {"score_mod": lambda s, b, h, i, j: s * (i - j).abs(), "softcap": 3.0}
+    got = packed(q, k, v, block_mask=mask, mask_mod=of_each, **options)
+    want = one_by_one(q, k, v, lambda b, h, i, j: of_sequences(b, h, i, j) & of_each(b, h, i, j), **options)
+    torch.testing.assert_close(got, want)
+    listed = packed(q, k, v, block_mask=blocks_of((0,), (0, 1)))
+    seen = one_by_one(q, k, v, lambda b, h, i, j: (i >= 128) | (j < 128))
+    torch.testing.assert_close(listed, seen)
+
+
+def test_the_gradient_of_packed_sequences_as_a_call():
+    q, k, v = qkv(1)
+    mask = create_block_mask(of_sequences, 3, 4, 170, 200, device="cpu")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = packed(*leaves, block_mask=mask, return_lse=True)
+    expected = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    given = [x.detach() for x in (q[0], k[0], v[0], out, lse)]
+    found = attention_varlen_backward(
+        torch.ones_like(out), *given, STARTS_Q, STARTS_K, *LONGEST, block_mask=mask
+    )
+    torch.testing.assert_close([x[None] for x in found], expected)
 
 
 def test_lists_of_fake_tensors_are_not_kept():

@@ -299,6 +299,20 @@ def test_both_operators_take_the_same_options():
     assert varlen == options[0]
 
 
+def test_returned_values():
+    good = dense()
+    out = attention(**good)
+    assert isinstance(out, torch.Tensor) and out.dtype == BF16
+    for flags, n in (({"return_lse": True}, 2), ({"return_softmax": True}, 2)):
+        assert len(attention(**good, **flags)) == n
+    out2, lse, softmax = attention(**good, return_lse=True, return_softmax=True)
+    assert torch.equal(out, out2)
+    assert lse.shape == (2, 4, 16) and lse.dtype == torch.float32
+    assert softmax.shape == (2, 4, 16, 24) and softmax.dtype == BF16
+    out, lse, softmax = attention_varlen(**varlen(), return_lse=True, return_softmax=True)
+    assert out.shape == (16, 4, 64) and lse.shape == (4, 16) and softmax.shape == (2, 4, 10, 24)
+
+
 # ---- dropout's seed ----
 
 

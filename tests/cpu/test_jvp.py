@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, vmap
 
-from cute_attn import append_kv, attention, attention_with_kvcache, merge_attention
+from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache, flex, merge_attention
 from cute_attn.compiler.arguments import fakes
 from cute_attn.compiler.registry import lookup
 from cute_attn.epilogues.base import Epilogue
@@ -116,6 +116,49 @@ def test_dropout(mask):
         return torch.einsum("bhqk,bkhd->bqhd", keep * p, v)
 
     same(jvp(call, (given,), (dots,)), jvp(expected, (given,), (dots,)))
+
+
+def test_packed_sequences():
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+    given = {x: randn(5, *shape[2:], seed=i) for i, (x, shape) in enumerate(SHAPES.items())}
+    dots = {x: randn(*y.shape, seed=10 + i) for i, (x, y) in enumerate(given.items())}
+
+    def call(given):
+        return attention_varlen(*given.values(), ends, ends, 3, 3, causal=True)
+
+    def expected(given):
+        rows = [slice(0, 2), slice(2, 5)]
+        parts = [
+            oracle.batched(**{x: y[None, own] for x, y in given.items()}, window=CAUSAL)[0][0] for own in rows
+        ]
+        return torch.cat(parts)
+
+    same(jvp(call, (given,), (dots,)), jvp(expected, (given,), (dots,)))
+
+
+def test_functions_and_what_they_capture():
+    given, dots = tensors(), tensors(seed=10)
+    table, dot = randn(4, seed=20), randn(4, seed=21)
+    heads_first = {x: y.transpose(1, 2) for x, y in given.items()}
+    dots_first = {x: y.transpose(1, 2) for x, y in dots.items()}
+
+    def call(given, table):
+        return flex.flex_attention(
+            *given.values(), score_mod=lambda s, b, h, i, j: s * s * table[h], enable_gqa=True
+        )
+
+    def expected(given, table):
+        q, k, v = given.values()
+        k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+        s = (q @ k.transpose(-1, -2)) * 8**-0.5
+        return (s * s * table[:, None, None]).softmax(-1) @ v
+
+    primals, wanted = jvp(expected, (heads_first, table), (dots_first, dot))
+    with forward_ad.dual_level():
+        duals = {x: forward_ad.make_dual(heads_first[x], dots_first[x]) for x in given}
+        found = forward_ad.unpack_dual(call(duals, forward_ad.make_dual(table, dot)))
+    same(found, (primals, wanted))
+    same(jvp(call, (heads_first, table), (dots_first, dot)), (primals, wanted))
 
 
 def test_rows_without_keys_have_no_tangent():

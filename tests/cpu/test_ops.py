@@ -12,12 +12,13 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_attn import attention, attention_varlen, attention_with_kvcache
+from cute_attn import attention, attention_varlen, attention_with_kvcache, reference
 from cute_attn.api import kvcache, operators
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import names
 from cute_attn.epilogues.base import Epilogue
+from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.host import checks, choose, memory
 from cute_attn.host.call import ATTENTION, NUM_TENSORS, Call
 from cute_attn.host.plans import no_dispatch_mode
@@ -180,6 +181,29 @@ def test_no_address_of_a_fake_tensor_is_read(door, device, inside, written, recw
         found = calls[door]()
     assert found.shape == (packed_out if door == "varlen" else out).shape and not recwarn.list
     assert bool(written) == (door != "bias")
+
+
+def test_a_given_output_in_one_graph():
+    """This includes packed sequences, whose lengths are read when the graph runs, calls with a cache, and exports."""
+    torch.compiler.reset()
+    q, k, v = inputs()
+    cache, used = randn(2, 16, 2, 16, seed=4), torch.tensor([2, 9], dtype=torch.int32)
+    calls = [
+        lambda out: attention(q, k, v[..., :8], out=out[..., :8]),
+        lambda out: attention_varlen(
+            q[0], k[0], k[0], CU_Q, CU_K, 5, 5, seqused_k=CU_K[1:] - CU_K[:-1], out=out[0]
+        ),
+        lambda out: attention_with_kvcache(q, cache, cache, cache_seqlens=used, out=out),
+    ]
+    for call in calls:
+        expected, found = torch.zeros(2, 9, 4, 16), torch.zeros(2, 9, 4, 16)
+        call(expected)
+        torch.compile(call, fullgraph=True, backend="aot_eager")(found)
+        assert expected.any() and torch.equal(found, expected)
+    module = torch.nn.Module()
+    module.forward = lambda out: calls[0](out) * 1
+    exported = torch.export.export(module, (torch.zeros(2, 9, 4, 16),), strict=False).module()
+    assert torch.equal(exported(torch.zeros(2, 9, 4, 16)), calls[0](torch.zeros(2, 9, 4, 16)))
 
 
 class Causal(torch.nn.Module):
@@ -460,6 +484,32 @@ def test_autograd_knows_that_an_output_was_written(request, name):
         y.backward()
     with torch.inference_mode():
         attention(q, k, v, out=torch.empty_like(out))
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_the_softmax_follows_the_forward(recorder, monkeypatch, scale):
+    """The reference computes it from the launch's LSE; the forward is the same without it."""
+    q, k, v = kernel_inputs()
+    bias, state = randn(1, 1, 1, 11), torch.tensor([3, 8])
+    options = {"causal": True, "dropout_p": 0.5, "softmax_scale": scale, "return_lse": True}
+    options |= {"bias": bias, "rng_state": state}
+    features = reference.Features("causal", "flash")
+    inputs = ScoreInputs(bias=bias, dropout_p=0.5, rng_state=state)
+    _, own_lse, expected = reference.attention(q, k, v, scale, features, inputs, return_softmax=True)
+    launched = recorder.function
+
+    def function(given):
+        given.mLSE.copy_(own_lse)
+        launched(given)
+
+    monkeypatch.setattr(recorder, "function", function)
+    _, lse, softmax = attention(q, k, v, **options, return_softmax=True)
+    attention(q, k, v, **options)
+    assert [str(built[0]).split("-")[0] for built in recorder.built] == ["forward", "forward"]
+    assert len(recorder.launched) == 2 and torch.equal(lse, own_lse)
+    assert softmax.shape == (2, 4, 9, 11) and softmax.dtype == BF16 and not softmax.requires_grad
+    torch.testing.assert_close(softmax, expected)
+    assert torch.equal(softmax.signbit(), expected.signbit()) and softmax.signbit().any()
 
 
 def test_a_captured_softmax_with_lengths_launches_nothing(recorder, monkeypatch):

@@ -125,6 +125,35 @@ def test_views_of_an_input_follow_it():
     assert steps_of(later_rows, lambda x, y: (x[1:],)) == 1
 
 
+def test_padded_copies_are_part_of_a_record():
+    """One input is copied twice, another is not copied. The copied one may start at any address."""
+    pad, unpad = (
+        copying(Traits(op, "sm80", "fp32", 5, 8, varlen=True)) for op in ("forward_pad", "backward_unpad")
+    )
+
+    @kernel
+    def add(x, y, out):
+        out.copy_(x + y)
+
+    def padded(x, y):
+        out = record.empty(x, (4, 1, 5), (5, 5, 1), x.dtype)
+        wide = record.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
+        _, second, third = padding.pad(pad, (x, x, y), (True, True, False))
+        assert third is y
+        record.launch(add, second, y, wide)
+        padding.unpad(unpad, (wide, None, None), (out, None, None))
+        return (out,)
+
+    calls = Calls(padded)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        y, storage = torch.randn(4, 1, 8, generator=generator), torch.randn(40, generator=generator)
+        x = storage[1 + seed : 21 + seed].view(4, 1, 5)
+        (found,) = calls(x, y)
+        assert torch.equal(found, x + y[..., :5])
+    assert calls.in_steps == 1
+
+
 @pytest.mark.parametrize("recorded", [0, 1], ids=["aligned", "unaligned"])
 def test_only_tensors_that_kernels_read_in_place_have_to_be_aligned(recorded):
     """A tensor that padding copies may start at any address, and so may lengths, whatever the recorded call had."""
