@@ -9,52 +9,17 @@ import mmap
 import os
 from dataclasses import replace
 
-import cutlass
 import pytest
 import torch
-from cutlass import Float32, cute
-from cutlass.cute.runtime import make_fake_tensor
 
 from cute_attn import reference
-from cute_attn.epilogues.base import Epilogue
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.epilogues.names import register_epilogue
 from cute_attn.reference.emulate import features_of
 from cute_attn.reference.emulated import MASKED, UNMASKED, UNVISITED
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
+from tests import bent  # noqa: F401  # registers the epilogue
 from tests.problem import DTYPES
 from tests.tensors import far_apart, inputs_of
-
-# The loops over one thread's registers are unrolled on purpose: fragments take static indices.
-
-
-@register_epilogue("skewed")
-class Skewed(Epilogue):
-    """Not symmetric in anything: score * (1 + query / 64) + table[head, key % 8] - batch."""
-
-    def fake_args(self):
-        return (make_fake_tensor(Float32, (cute.sym_int(), 8), stride=(cute.sym_int64(), 1)),)
-
-    def host_args(self, inputs):
-        return inputs.extra["skewed"]
-
-    def begin(self, args, context):
-        scales = (context.score_scale, context.inv_score_scale)
-        return (args[0][context.head, None], Float32(context.batch), *scales)
-
-    @cute.jit
-    def forward(self, state, tile, loaded=()):
-        table, batch, unit, inv_score_scale = state
-        for r in cutlass.range_constexpr(len(tile.rows)):
-            factor = 1.0 + Float32(tile.row0 + tile.rows[r]) * (1 / 64)
-            for c in cutlass.range_constexpr(len(tile.cols)):
-                shift = table[(tile.col0 + tile.cols[c]) % 8] - batch
-                tile.acc[r, c] = (tile.acc[r, c] * unit * factor + shift) * inv_score_scale
-
-    @staticmethod
-    def reference(scores, coords, inputs):
-        (table,) = inputs.extra["skewed"]
-        return scores * (1 + coords.query / 64) + table[coords.head, coords.key % 8] - coords.batch
 
 
 def compare(tiling, problem, *, scores=True):
@@ -95,12 +60,12 @@ def signs(tiling, problem):
 )
 def test_the_whole_chain(name, dropout):
     """Softcap, ALiBi, a bias, a user's epilogue, a window and dropout, in this order and over several blocks."""
-    features = f"window-softcap-alibi-bias_fp16-skewed-{dropout}"
+    features = f"window-softcap-alibi-bias_fp16-bent-{dropout}"
     tiling = TILINGS[name].of(features)
     for seed, (seqlen_q, seqlen_k) in enumerate([(130, 259), (70, 40)]):
         torch.manual_seed(seed)
         given = inputs_of(features, 2, 2, seqlen_q, seqlen_k) | {"window_left": 100}
-        extra = {"skewed": (torch.randn(2, 8),)}
+        extra = {"bent": (torch.randn(2, 8),)}
         problem = Scores.random(2, 2, seqlen_q, seqlen_k, seed, **given, extra=extra)
         got = compare(tiling, problem)
         assert torch.equal(got.dropped, signs(tiling, problem))
