@@ -18,6 +18,7 @@ dim or target with one feature, or of two features together, may be missed:
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, fields, replace
@@ -117,79 +118,48 @@ FURTHER = [
     "kvcache-sm90-bf16-d128-causal-bias_fp32-seqused_k-paged-leftpad-split_stream_k",
 ]
 MULTIPROCESSORS = 132
-BY_CACHE = {
-    # On Hopper: decoding and chunked prefill, with pages of 8.
-    ("kvcache-sm90-bf16", (1, 65536, 4, 0)): ("d128-seqused_k-split_stream_k",),
-    ("kvcache-sm90-bf16", (1, 65536, 8, 8)): (
-        "d128-causal-seqused_k-paged-leftpad-split_stream_k",
-        "d64-seqused_k-paged-split_fixed",
-    ),
-    ("kvcache-sm90-bf16", (16, 65536, 4, 16)): (
-        "d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
-    ),
-    ("kvcache-sm90-bf16", (512, 65536, 4, 0)): tuple(
-        f"d{dim}-causal-seqused_k-split_stream_k" for dim in (64, 128, 256)
-    ),
-    ("kvcache-sm90-bf16", (512, 65536, 8, 16)): (
-        "d128-causal-seqused_k-paged",
-        "d64-causal-alibi-varlen-seqused_k",
-    ),
-    ("kvcache-sm90-bf16", (512, 65536, 4, 8)): (
-        "d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k",
-    ),
-    # On Ampere: rows that start anywhere, and fp32.
-    ("kvcache-sm80", (1, 65536, 4, 3)): (
-        "bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1",
-        "fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
-        "bf16-d576x512-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k",
-    ),
-    ("kvcache-sm80", (16, 65536, 4, 0)): (
-        "bf16-d122-causal-softcap-alibi-seqused_k-split_fixed-aligned_2",
-        "fp32-d64-causal-seqused_k-split_stream_k",
-        "fp32-d128-causal-softcap-alibi-seqused_k-split_stream_k",
-    ),
-    ("kvcache-sm80", (512, 65536, 4, 16)): (
-        "bf16-d252-causal-varlen-seqused_k-paged-split_stream_k-aligned_4",
-        "fp32-d128-tf32-causal-varlen-seqused_k-paged-split_stream_k",
-        "fp32-d253-window-seqused_k-paged-split_fixed-aligned_1",
-        "bf16-d573x511-causal-seqused_k-paged-split_stream_k-aligned_1",
-    ),
-}
-"""(Kvcache kernels, the lengths they are chosen for) -> the rest of their names."""
+BY_CACHE = """
+# On Hopper: decoding and chunked prefill, with pages of 8.
+kvcache-sm90-bf16 1,65536,4,0: d128-seqused_k-split_stream_k
+kvcache-sm90-bf16 1,65536,8,8: d128-causal-seqused_k-paged-leftpad-split_stream_k d64-seqused_k-paged-split_fixed
+kvcache-sm90-bf16 16,65536,4,16: d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k
+kvcache-sm90-bf16 512,65536,4,0: d64-causal-seqused_k-split_stream_k d128-causal-seqused_k-split_stream_k
+kvcache-sm90-bf16 512,65536,4,0: d256-causal-seqused_k-split_stream_k
+kvcache-sm90-bf16 512,65536,8,16: d128-causal-seqused_k-paged d64-causal-alibi-varlen-seqused_k
+kvcache-sm90-bf16 512,65536,4,8: d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k
+# On Ampere: rows that start anywhere, and fp32.
+kvcache-sm80 1,65536,4,3: bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1
+kvcache-sm80 1,65536,4,3: fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k
+kvcache-sm80 1,65536,4,3: bf16-d576x512-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k
+kvcache-sm80 16,65536,4,0: bf16-d122-causal-softcap-alibi-seqused_k-split_fixed-aligned_2
+kvcache-sm80 16,65536,4,0: fp32-d64-causal-seqused_k-split_stream_k
+kvcache-sm80 16,65536,4,0: fp32-d128-causal-softcap-alibi-seqused_k-split_stream_k
+kvcache-sm80 512,65536,4,16: bf16-d252-causal-varlen-seqused_k-paged-split_stream_k-aligned_4
+kvcache-sm80 512,65536,4,16: fp32-d128-tf32-causal-varlen-seqused_k-paged-split_stream_k
+kvcache-sm80 512,65536,4,16: fp32-d253-window-seqused_k-paged-split_fixed-aligned_1
+kvcache-sm80 512,65536,4,16: bf16-d573x511-causal-seqused_k-paged-split_stream_k-aligned_1
+"""
+"""Kvcache kernels and the lengths they are chosen for: the rest of their names."""
+BY_LENGTHS = """
 # Forward kernels that have another tile for few queries, or on Hopper for short sequences.
-DECODE, DECODE_FEW = (1, 4096, 8), (4, 4096, 4)
-BY_LENGTHS = {
-    ("forward-sm90-bf16", (512, 512, 1)): (
-        *(f"d{dim}{mask}" for dim in (32, 64, 192) for mask in ("", "-causal")),
-        "d64-window",
-        "d64-causal-varlen-seqused_k",
-    ),
-    ("forward-sm90-bf16", DECODE): ("d64", "d128", "d256-causal"),
-    ("forward-sm90-bf16", DECODE_FEW): tuple(
-        f"d{dim}-window-softcap-alibi-varlen-seqused_k" for dim in (64, 128, 256)
-    ),
-    ("forward-sm90-bf16", (64, 4096, 4)): ("d64-causal", "d128-causal-alibi", "d256-causal-softcap"),
-    ("forward-sm90-bf16", (1, 4096, 1)): ("d128",),
-    ("forward-sm90-bf16", (4096, 77, 1)): ("d64", "d128-causal_top_left", "d192x128"),
-    ("forward-sm90-bf16", (64, 64, 1)): (
-        *("d32-bias_bf16", "d64-causal-bias_fp16", "d64-bias_bf16", "d128-causal-bias_bf16"),
-    ),
-    ("forward-sm90-bf16", (2048, 2048, 1, 4)): tuple(
-        f"d{dim}{mask}" for dim in (64, 128, 256) for mask in ("", "-causal")
-    ),
-    ("forward-sm90-bf16", (512, 50176, 1, 32)): ("d64", "d64-window"),
-    ("backward-sm90-bf16", (64, 128, 1)): (
-        *("d32-bias_bf16-bias_grad", "d64", "d64-causal-dropout", "d64-bias_bf16-bias_grad"),
-    ),
-    ("backward-sm90-bf16", (197, 197, 1, MULTIPROCESSORS)): (
-        *("d64-window", "d64-causal-dropout", "d96-alibi", "d32-bias_bf16-bias_grad"),
-    ),
-    ("backward-sm90-bf16", (512, 512, 1, MULTIPROCESSORS)): ("d64-causal", "d64-softcap"),
-    ("backward-sm90-bf16", (1000, 77, 1, MULTIPROCESSORS)): ("d64", "d128-dropout"),
-    ("backward-sm80-fp32", ()): ("d256-causal",),
-    ("forward-sm80-bf16", DECODE): ("d64", "d128"),
-    ("forward-sm80-bf16", DECODE_FEW): ("d128-window-softcap-alibi-varlen-seqused_k",),
-}
+forward-sm90-bf16 512,512,1: d32 d32-causal d64 d64-causal d192 d192-causal d64-window d64-causal-varlen-seqused_k
+forward-sm90-bf16 1,4096,8: d64 d128 d256-causal
+forward-sm90-bf16 4,4096,4: d64-window-softcap-alibi-varlen-seqused_k d128-window-softcap-alibi-varlen-seqused_k
+forward-sm90-bf16 4,4096,4: d256-window-softcap-alibi-varlen-seqused_k
+forward-sm90-bf16 64,4096,4: d64-causal d128-causal-alibi d256-causal-softcap
+forward-sm90-bf16 1,4096,1: d128
+forward-sm90-bf16 4096,77,1: d64 d128-causal_top_left d192x128
+forward-sm90-bf16 64,64,1: d32-bias_bf16 d64-causal-bias_fp16 d64-bias_bf16 d128-causal-bias_bf16
+forward-sm90-bf16 2048,2048,1,4: d64 d64-causal d128 d128-causal d256 d256-causal
+forward-sm90-bf16 512,50176,1,32: d64 d64-window
+backward-sm90-bf16 64,128,1: d32-bias_bf16-bias_grad d64 d64-causal-dropout d64-bias_bf16-bias_grad
+backward-sm90-bf16 197,197,1,132: d64-window d64-causal-dropout d96-alibi d32-bias_bf16-bias_grad
+backward-sm90-bf16 512,512,1,132: d64-causal d64-softcap
+backward-sm90-bf16 1000,77,1,132: d64 d128-dropout
+backward-sm80-fp32 -: d256-causal
+forward-sm80-bf16 1,4096,8: d64 d128
+forward-sm80-bf16 4,4096,4: d128-window-softcap-alibi-varlen-seqused_k
+"""
 """Tiles by lengths, like ``BY_CACHE`` for kernels with a cache."""
 
 STORAGE = (
@@ -253,12 +223,12 @@ def representative() -> list[Default]:
     return list(dict.fromkeys(listed))
 
 
-def _by_lengths(table: dict[tuple[str, tuple[int, ...]], tuple[str, ...]]) -> Iterator[Default]:
+def _by_lengths(table: str) -> Iterator[Default]:
     """Kernels by lengths, each for the generation that it is named after."""
-    for (start, lengths), names in table.items():
-        for rest in names:
+    for start, lengths, names in re.findall(r"^([^#\s]+) (\S+): (.*)", table, re.M):
+        for rest in names.split():
             traits = Traits.parse(f"{start}-{rest}")
-            yield Default(traits, traits.arch, lengths)
+            yield Default(traits, traits.arch, tuple(map(int, re.findall(r"\d+", lengths))))
 
 
 def _on_targets(default: Default) -> Iterator[Default]:

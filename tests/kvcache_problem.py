@@ -263,22 +263,9 @@ class Problem:
     def to(self, device: str) -> "Problem":
         """The same problem on another device."""
         self.device = device
-        for name in (
-            "q",
-            "k",
-            "v",
-            "table",
-            "cu_q",
-            "cu_new",
-            "slopes",
-            "bias",
-            "blocks",
-            "sinks",
-            "tree",
-            "added",
-        ):
-            value = getattr(self, name)
-            setattr(self, name, None if value is None else value.to(device))
+        for name, value in list(vars(self).items()):
+            if isinstance(value, torch.Tensor | BlockMask):
+                setattr(self, name, value.to(device))
         self.new = self.new and [x.to(device) for x in self.new]
         if self.rotary is not None:
             angles = (self.rotary.cos.to(device), self.rotary.sin.to(device))

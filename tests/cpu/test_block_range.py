@@ -1,4 +1,7 @@
-"""The key blocks that a query block visits, and how lengths are read: device code on the CPU against brute force."""
+"""The query blocks that a key block visits, and how lengths are read: device code on the CPU against brute force.
+
+Which key blocks a query block visits is checked with the scores, in test_epilogues.py.
+"""
 
 import functools
 import itertools
@@ -23,33 +26,30 @@ BOUNDS = (0, 1, 15, 16, 63, 64, 100, 1000, UNBOUNDED)
 
 
 @cute.jit
-def block_ranges(problems: cute.Tensor, out: cute.Tensor, mask: Constexpr, of_keys: Constexpr):
-    """out[i] = the range of problem i: (seqlen_q, seqlen_k, shift, left, right, first row, end row, tile)."""
+def block_ranges(problems: cute.Tensor, out: cute.Tensor, mask: Constexpr):
+    """out[i] = the range of problem i: (seqlen_q, seqlen_k, shift, left, right, first key, end, tile)."""
     for i in cutlass.range(problems.shape[0], unroll=1):
         p = problems[i, None]
         context = ScoreContext(*(Int32(0) for _ in range(4)), p[1], Int32(0), Int32(0), p[2], *[None] * 3)
         band = mask.begin((p[3], p[4]) if cutlass.const_expr(mask.windowed) else (), context)
-        if cutlass.const_expr(of_keys):
-            blocks = BlockRange.of_keys(band, p[5], p[6], p[0], p[7])
-        else:
-            blocks = BlockRange.of_queries(band, p[5], p[6], p[7])
+        blocks = BlockRange.of_keys(band, p[5], p[6], p[0], p[7])
         out[i, 0], out[i, 1] = blocks.begin, blocks.full_begin
         out[i, 2], out[i, 3] = blocks.full_end, blocks.end
 
 
 @functools.cache
-def compiled(kind, of_keys):
+def compiled(kind):
     """``block_ranges`` of a kind, compiled for any number of problems."""
     tensors = (dynamic(torch.zeros(1, n, dtype=torch.int32)) for n in (8, 4))
-    return cute.compile(block_ranges, *tensors, KINDS[kind], of_keys)
+    return cute.compile(block_ranges, *tensors, KINDS[kind])
 
 
-def ranges_of(problems, kind, top_left, tile, of_keys):
-    """(shift, range) of each problem: (seqlen_q, seqlen_k, left, right, first row, end row)."""
+def ranges_of(problems, kind, top_left, tile):
+    """(shift, range) of each problem: (seqlen_q, seqlen_k, left, right, first key, end)."""
     shifts = [0 if top_left else seqlen_k - seqlen_q for seqlen_q, seqlen_k, *_ in problems]
     rows = [(*p[:2], shift, *p[2:], tile) for p, shift in zip(problems, shifts, strict=True)]
     out = torch.full((len(rows), 4), -1, dtype=torch.int32)
-    compiled(kind, of_keys)(dynamic(int32(*rows)), dynamic(out))
+    compiled(kind)(dynamic(int32(*rows)), dynamic(out))
     for problem, found in zip(problems, out.tolist(), strict=True):
         assert 0 <= found[0] <= found[1] <= found[2] <= found[3], problem
     return list(zip(shifts, out.tolist(), strict=True))
@@ -61,60 +61,29 @@ def lengths_and_bounds(kind):
         yield from ((*sizes, *bounds) for bounds in sampled.sample(windows, 9 if kind == "window" else 1))
 
 
-def visible_keys(kind, shift, left, right, seqlen_k, queries):
+def visible_keys(kind, shift, left, right, seqlen_k, seqlen_q):
     """Set of the keys that each query sees, from the definition."""
     keys = torch.arange(seqlen_k)
-    distance = keys - (torch.arange(*queries).unsqueeze(1) + shift)
+    distance = keys - (torch.arange(seqlen_q).unsqueeze(1) + shift)
     if kind == "none":
         return torch.ones_like(distance, dtype=torch.bool)
     return distance <= 0 if kind == "causal" else (distance >= -left) & (distance <= right)
 
 
 @pytest.mark.parametrize("top_left", [False, True], ids=["bottom_right", "top_left"])
-@pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 16), (192, 176), (64, 80), (24, 128), (16, 48)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_block_ranges(kind, tile_m, tile_n, top_left):
-    problems = [
-        (*given, first, min(first + tile_m, given[0]))
-        for given in lengths_and_bounds(kind)
-        for first in range(0, given[0], tile_m)
-    ]
-    problems = random.Random(1).sample(problems, min(len(problems), 4000))
-    found = ranges_of(problems, kind, top_left, tile_n, of_keys=False)
-    for problem, (shift, (begin, full_begin, full_end, end)) in zip(problems, found, strict=True):
-        _, seqlen_k, left, right, *queries = problem
-        seen = visible_keys(kind, shift, left, right, seqlen_k, queries)
-        columns = seen.any(0).nonzero().flatten()
-        # Visited are the blocks from the first key that any query sees to the last one, and no others.
-        if columns.numel() == 0:
-            assert begin == end, problem
-        else:
-            assert (begin, end) == (int(columns[0]) // tile_n, int(columns[-1]) // tile_n + 1), problem
-        # Without a mask are those that all queries see whole, except for the one of the first query's last key.
-        own = seen[0].nonzero().flatten()
-        last = int(own[-1]) // tile_n if own.numel() else -1
-        whole = [n for n in range(last) if bool(seen[:, n * tile_n : (n + 1) * tile_n].all())]
-        assert list(range(full_begin, full_end)) == whole, problem
-        # Blocks are visited from the last one down. So every row sees a key before the first block without a mask, and
-        # no frozen row maximum is -inf.
-        if whole:
-            assert seen[:, full_end * tile_n :].any(1).all(), problem
-
-
-@pytest.mark.parametrize("top_left", [False, True], ids=["bottom_right", "top_left"])
 @pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 16), (80, 128)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_query_blocks_of_a_key_block(kind, tile_m, tile_n, top_left):
-    """The same problems seen from the keys; one key block lies after the sequence's end."""
+    """One key block lies after the sequence's end."""
     problems = [
         (*given, first, first + tile_n)
         for given in lengths_and_bounds(kind)
         for first in range(0, given[1] + tile_n, tile_n)
     ]
-    found = ranges_of(problems, kind, top_left, tile_m, of_keys=True)
+    found = ranges_of(problems, kind, top_left, tile_m)
     for problem, (shift, (begin, full_begin, full_end, end)) in zip(problems, found, strict=True):
         seqlen_q, seqlen_k, left, right, first, _ = problem
-        seen = visible_keys(kind, shift, left, right, seqlen_k, (0, seqlen_q))[:, first : first + tile_n]
+        seen = visible_keys(kind, shift, left, right, seqlen_k, seqlen_q)[:, first : first + tile_n]
         # Visited are the blocks from the first query that sees any of the keys to the last one, and no others.
         rows = seen.any(1).nonzero().flatten()
         if rows.numel() == 0:

@@ -11,9 +11,10 @@ from cute_attn.device.seqlen import SeqlenInfo
 from cute_attn.reference import emulate
 from cute_attn.reference import kvcache as ref
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
+from tests.problem import DTYPES
 from tests.tensors import int32
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NO_LENGTHS = ref.Lengths()
 
 
 def padded(first: int) -> type:
@@ -56,15 +57,18 @@ def check_tiles(tiling, heads, features, dtype, first, seqlen_q, seqlen_k, more)
     own = {"softcap": 2.5} if features == "softcap-" else {}
     own |= {"alibi_slopes": torch.rand(2, nheads)} if features == "alibi-" else {}
     problem = Scores.random(2, nheads, seqlen_q, seqlen_k, bias=bias, **own)
+    check_cached(tiling, problem, ref.Lengths(leftpad=int32(first, first)))
+
+
+def check_cached(tiling, problem, lengths=NO_LENGTHS):
+    """Outputs of a kvcache kernel's score tiles are the definition's, where a pack of heads has the keys of one."""
+    heads = tiling.tile.pack_heads
     k, v = (x[:, :, ::heads].repeat_interleave(heads, 2) for x in (problem.k, problem.v))
     problem = replace(problem, k=k, v=v)
     got = problem.emulate(tiling)
-    tensors = [x.double() for x in (problem.q, k, v)]
-    lengths = ref.Lengths(leftpad=int32(first, first))
-    mask = reference.Features("causal" if "causal" in features else "")
-    out, lse = ref.attention(
-        tensors[0], ref.Cache(*tensors[1:]), problem.scale, lengths, mask, problem.inputs
-    )
+    q, *cached = (x.double() for x in (problem.q, k, v))
+    mask = reference.Features("causal" if "causal" in tiling.traits.mask else "")
+    out, lse = ref.attention(q, ref.Cache(*cached), problem.scale, lengths, mask, problem.inputs)
     torch.testing.assert_close(got.lse, lse.float(), atol=1e-5, rtol=1e-6)
     bound = float(v.abs().max()) * 2**-10
     torch.testing.assert_close(got.out, out.transpose(1, 2).float(), atol=bound, rtol=0.0)

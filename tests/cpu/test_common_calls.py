@@ -11,7 +11,16 @@ import tvm_ffi
 from cute_attn import append_kv, attention, attention_varlen, attention_with_kvcache
 from cute_attn.compiler import registry
 from cute_attn.lab import common_calls
-from cute_attn.lab.common_calls import DTYPES, GROUPS, HEAD_DIMS, MASKS, PAGE_SIZES, PROCESSORS
+from cute_attn.lab.common_calls import (
+    DTYPES,
+    GROUPS,
+    HEAD_DIMS,
+    LATENT,
+    LATENT_GROUPS,
+    MASKS,
+    PAGE_SIZES,
+    PROCESSORS,
+)
 from tests import machine
 
 CALLS = 80
@@ -55,31 +64,11 @@ class Draw(random.Random):
             outer = (out, lse) if self.random() < 0.5 else (out,)
             torch.autograd.grad(outer, (q, k, v), [torch.empty_like(x) for x in outer])
 
-    def latent(self) -> None:
+    def cache(self, *, append: bool = False, latent: bool = False) -> None:
         self.common()
-        self.dim, self.group, self.kv_heads = (
-            common_calls.LATENT[0],
-            self.choice(common_calls.LATENT_GROUPS),
-            1,
-        )
-        self.mask = {"causal": self.random() < 0.5}
-        queries, rows, page = (
-            self.choice((1, 1, 2, 5, self.length(9))),
-            64 * self.length(10),
-            self.choice((0, 16, 64)),
-        )
-        packed, pages = self.random() < 0.4, rows // page if page else 0
-        k_cache = self.rows(*((self.batch * pages, page) if page else (self.batch, rows)), 1)
-        q = self.rows(*((self.batch * queries,) if packed else (self.batch, queries)), self.group)
-        starts = {"cu_seqlens_q": self.starts(queries), "max_seqlen_q": queries} if packed else {}
-        table = torch.zeros(self.batch, pages, dtype=torch.int32) if page else None
-        given = {"page_table": table, "cache_seqlens": torch.ones(self.batch, dtype=torch.int32)}
-        attention_with_kvcache(
-            q, k_cache, k_cache[..., : common_calls.LATENT[1]], **starts, **given, **self.mask
-        )
-
-    def cache(self, *, append: bool = False) -> None:
-        self.common()
+        if latent:
+            self.dim, self.group, self.kv_heads = LATENT[0], self.choice(LATENT_GROUPS), 1
+            self.mask = {"causal": self.random() < 0.5}
         queries = self.choice((1, 1, 2, 5, self.length(11)))
         most = 2**29 // (self.batch * self.kv_heads * self.dim)  # a gigabyte
         capacity = min(max(self.length(17), 64), most)
@@ -87,6 +76,7 @@ class Draw(random.Random):
         pages = -(-capacity // page) if page else 0
         outer = (self.batch * pages, page) if page else (self.batch, capacity)
         caches = [self.rows(*outer, self.kv_heads) for _ in range(2)]
+        caches[1] = caches[0][..., : LATENT[1]] if latent else caches[1]
         table = torch.zeros(self.batch, pages, dtype=torch.int32) if page else None
         q = self.rows(*((self.batch * queries,) if packed else (self.batch, queries)), heads)
         starts = {"cu_seqlens_q": self.starts(queries), "max_seqlen_q": queries} if packed else {}
@@ -112,7 +102,7 @@ KINDS = {
     "backward": functools.partial(Draw.attention, grad=True),
     "cache": Draw.cache,
     "append": functools.partial(Draw.cache, append=True),
-    "latent": Draw.latent,
+    "latent": functools.partial(Draw.cache, latent=True),
 }
 
 

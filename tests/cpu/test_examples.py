@@ -8,10 +8,6 @@ import pytest
 import torch
 
 import cute_attn.flex
-from cute_attn import attention
-from cute_attn.epilogues.inputs import ScoreInputs
-from cute_attn.reference import emulate
-from cute_attn.traits import Traits
 from tests import machine, notebook, processes, programs
 from tests.programs import load
 
@@ -84,22 +80,6 @@ def test_a_program_of_flex_attention(monkeypatch, capsys):
 
 
 # ---- an epilogue ----
-
-
-def test_an_epilogue_is_used_by_attention():
-    """On the CPU, a table that grows with distance makes each query attend only to the key at its position."""
-    load("custom_epilogue")
-    q, k, v = (torch.randn(1, 6, 2, 8) for _ in range(3))
-    table = (torch.arange(-4, 5).abs() * -1e4).expand(2, 9).contiguous()
-    out = attention(q, k, v, epilogues={"relative_position": table})
-    torch.testing.assert_close(out, v)
-    scores = emulate.scores_by_definition(
-        Traits.parse("forward-sm80-fp16-d8-relative_position"),
-        torch.zeros(1, 2, 6, 6),
-        1.0,
-        ScoreInputs(extra={"relative_position": (table,)}),
-    )
-    assert float(scores.diagonal(dim1=-2, dim2=-1).abs().max()) == 0.0 and float(scores.min()) == -4e4
 
 
 # ---- drop-ins, on CPUs ----

@@ -323,9 +323,9 @@ HIDDEN = {
 }
 ON_TILES = (
     ("reciprocal", "causal_top_left", "wgmma1-16x64-transposed"),
-    ("reciprocal", "", "warps2x1-32x16"),
+    ("reciprocal", "", "wgmma1-64x16"),
     ("kerple", "causal_top_left", "warps2x1-32x16"),
-    ("kerple", "", "wgmma1-16x64-transposed"),
+    ("kerple", "", "warps2x1-16x32-transposed"),
     ("root", "causal_top_left", "wgmma1-16x64-transposed"),
     ("of the score", "causal_top_left", "warps2x1-32x16"),
     ("table", "causal_top_left", "warps2x1-32x16"),

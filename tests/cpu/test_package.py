@@ -181,21 +181,6 @@ def test_shells_complete_commands_and_names():
     assert offered(tile + "num_stages=2,num_st") == []
 
 
-@pytest.mark.parametrize(
-    "name",
-    [f"{x}-bf16-d64" for x in ("forward-sm80", "forward-sm90", "backward-sm90", "kvcache-sm80")]
-    + ["forward-sm90-bf16-d512"],
-)
-def test_a_variant_computes_what_its_base_does(monkeypatch, name):
-    monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
-    traits = registry.Traits.parse(name)
-    mine = type("Mine", (registry.kernel_class(traits),), {})
-    cute_attn.register(mine, variant="mine")
-    assert registry.KERNELS[traits.op, traits.arch, "mine"] is mine
-    cute_attn.register(mine, variant="same", op=traits.op, arch=traits.arch)
-    assert registry.KERNELS[traits.op, traits.arch, "same"] is mine
-
-
 def test_a_variant_of_a_class_for_two_generations_says_which(monkeypatch):
     monkeypatch.setattr(registry, "KERNELS", dict(registry.KERNELS))
     mine = extending("combine", "sm90")

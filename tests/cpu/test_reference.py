@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_attn import reference
 from cute_attn.epilogues.inputs import ScoreInputs
 from cute_attn.reference import FULL_LENGTHS, Features, Lengths, ScoreCoords, definition
-from tests.curand import keep_mask, philox
+from tests.curand import philox
 from tests.tensors import score_coords
 
 F64 = torch.float64
@@ -35,16 +35,6 @@ def attend(q, k, v, scale, lengths=FULL_LENGTHS, *, mask="", dropout="", epilogu
 def coords(*sizes: int) -> ScoreCoords:
     """Coordinates of all scores of (batch, nheads, seqlen_q, seqlen_k)."""
     return score_coords([torch.arange(n) for n in sizes], sizes[1], sizes[2:])
-
-
-def test_user_epilogue_comes_after_the_bias_and_before_the_mask():
-    q, k, v = (randn(1, 4, 1, 8, seed=s) for s in (1, 2, 3))
-    bias = randn(1, 1, 4, 4, seed=4)
-    args = {"mask": "causal", "bias": bias, "epilogues": (lambda s, c, inputs: s * (c.key + 1),)}
-    _, lse, _ = attend(q, k, v, 1.0, **args)
-    scores = (torch.einsum("ihd,jhd->ij", q[0], k[0]) + bias[0, 0]) * torch.arange(1, 5)
-    expected = scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf).logsumexp(-1)
-    torch.testing.assert_close(lse[0, 0], expected)
 
 
 # ---- empty rows, lengths, memory out of bounds ----
@@ -89,20 +79,6 @@ def test_varlen_is_a_loop_and_never_reads_out_of_bounds():
         torch.testing.assert_close(out[rows], one_out[b])
         torch.testing.assert_close(lse[:, rows], one_lse[b])
         torch.testing.assert_close(p[b, :, : used_q[b], : used_k[b]], one_p[b])
-
-
-def test_used_keys_of_strided_batches():
-    q, k, v = randn(3, 4, 2, 8, seed=1), randn(3, 10, 2, 8, seed=2), randn(3, 10, 2, 8, seed=3)
-    used = [10, 0, 6]
-    for b, n in enumerate(used):
-        k[b, n:], v[b, n:] = math.nan, math.inf
-    lengths = Lengths(seqused_k=torch.tensor(used, dtype=torch.int32))
-    out, lse, _ = attend(q, k, v, 1.0, lengths, mask="causal")
-    for b, n in enumerate(used):
-        one = (x[b : b + 1, :n] for x in (k, v))
-        expected, expected_lse, _ = attend(q[b : b + 1], *one, 1.0, mask="causal")
-        torch.testing.assert_close(out[b], expected[0])
-        torch.testing.assert_close(lse[b], expected_lse[0])
 
 
 def test_gradients_of_several_query_heads_are_rounded_once():
@@ -272,19 +248,6 @@ def test_flash_mask_is_its_definition(dropout_p, state):
         data = np.array(words, dtype="<u4").tobytes()
         byte = data[4 * ((k >> 3) & 3) + 2 * ((q >> 3) & 1) + (k & 1)]
         assert bool(keep[b, h, q, k]) == (byte <= threshold)
-
-
-@pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.2, 0.5, 0.999])
-@pytest.mark.parametrize("state", [(0, 0), (42, 1235), (-5, 2**34 - 17), (2**63 - 1, 2**40 + 3)])
-def test_mem_efficient_mask_is_its_definition(dropout_p, state):
-    """Every PyTorch numbers the scores of these calls in the same way; ``test_numbering.py`` has other calls."""
-    batch, nheads, seqlen_q, seqlen_k = 2, 3, 9, 21
-    keep = reference.mem_efficient_keep(
-        coords(batch, nheads, seqlen_q, seqlen_k), dropout_p, torch.tensor(state)
-    )
-    rows = range(batch * nheads * seqlen_q)
-    right = keep_mask((2, 14), *state, 0, rows, range(seqlen_k), seqlen_k, dropout_p)
-    assert torch.equal(keep.flatten(0, 2), right)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 1e-12, 0.1, 1 / 3, 0.5, 0.75, 1 - 2**-24])

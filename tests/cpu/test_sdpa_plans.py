@@ -1,6 +1,6 @@
 """Plans of PyTorch's operators: found again by metadata, and launches that write PyTorch's layouts without copies.
 
-The launchers here compute by the reference and write their outputs where a kernel would.
+The launchers here compute forwards by the reference and backwards in plain torch, and write where a kernel would.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from cute_attn.sdpa import operators
 from cute_attn.sdpa.operators import Options
 from cute_attn.sdpa.overrides import Override
 from tests import machine, tensors
+from tests.cpu.test_backward_launch import Torch
 
 OPTIONS = Options()
 aten = torch.ops.aten
@@ -47,15 +48,15 @@ def in_order(shape, order, seed=0, gap=0):
 # ---- launches that write where kernels would ----
 
 
-class Launchers:
-    """Replaces the kernels: the reference computes, and written addresses are recorded.
+WRITTEN = {"backward": ("mDK", "mDV"), "backward_convert": ("mDQ",)}
 
-    launches: through TVM FFI on prepared arguments, or through Python. heads: into how many the heads of k and v
-    are divided in a backward.
-    """
+
+class Launchers(Torch):
+    """Replaces the kernels, through TVM FFI on prepared arguments or through Python, and records written addresses."""
 
     def __init__(self, monkeypatch, prepared=False):
-        self.written, self.launches, self.later = [], 0, []
+        super().__init__()
+        self.written, self.launches = [], 0
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True), raising=False)
         monkeypatch.setattr(operators, "runs_kernels", lambda q: True)
         machine.device(monkeypatch, schedule=tvm_ffi.convert((machine.COUNTERS, 132)), target="sm90")
@@ -64,58 +65,32 @@ class Launchers:
 
     def kernel(self, kernel, target):
         """The function that the kernel's launch runs."""
-        functions = {"forward": self.forward, "backward": self.main, "backward_convert": self.convert}
-        run = functions.get(kernel.traits.op, lambda kernel, given: None)
-        return lambda given: run(kernel, given)
+        if kernel.traits.op == "forward":
+            return lambda given: self.forward(kernel, given)
+        run, names = super().kernel(kernel, target), WRITTEN.get(kernel.traits.op, ())
+        names = (*names, "mDQaccum") if getattr(kernel.tile, "dq_direct", False) else names
+
+        def function(given):
+            run(given)
+            self.written += [getattr(given, name).data_ptr() for name in names]
+
+        return function
 
     def forward(self, kernel, given):
         self.launches += 1
         q, k, v, out, lse = given.mQ, given.mK, given.mV, given.mO, given.mLSE
         assert all(memory.rows_are_regular(x) for x in (q, k, v, out)) and lse.stride(-1) == 1
-        found = attend(kernel, given, q, k, v, *biases(given.score_args))
-        out.copy_(found[0])
-        lse[..., : found[1].shape[-1]].copy_(found[1])
+        flat = [x for one in given.score_args for x in (one if isinstance(one, tuple) else (one,))]
+        biases = [x for x in flat if isinstance(x, torch.Tensor) and x.dim() == 4]
+        found, found_lse, _ = reference.attention(
+            *(q, k, v, given.softmax_scale),
+            reference.Features(kernel.traits.mask),
+            reference.ScoreInputs(bias=biases[0] if biases else None),
+            reference.Lengths(*given.seqlens[:6]),
+        )
+        out.copy_(found)
+        lse[..., : found_lse.shape[-1]].copy_(found_lse)
         self.written.append(out.data_ptr())
-
-    def main(self, kernel, given):
-        bias, dbias = (*biases(given.score_args), None, None)[:2]
-        leaves = [x.detach().clone().requires_grad_() for x in (given.mQ, given.mK, given.mV)]
-        if dbias is not None:
-            leaves.append(bias.detach().clone().requires_grad_())
-        out = attend(kernel, given, *leaves[:3], leaves[3] if dbias is not None else bias)[0]
-        found = torch.autograd.grad(out, leaves, given.mDO)
-        if getattr(kernel.tile, "dq_direct", False):
-            given.mDQaccum.copy_(found[0])
-            self.written.append(given.mDQaccum.data_ptr())
-        else:
-            self.later.append(found[0])
-        for own, x in ((given.mDK, found[1]), (given.mDV, found[2])):
-            own.zero_()
-            own[..., :: own.shape[-2] // x.shape[-2], :].copy_(x)
-        if dbias is not None:
-            dbias.copy_(found[3])
-        self.written += [given.mDK.data_ptr(), given.mDV.data_ptr()]
-
-    def convert(self, kernel, given):
-        given.mDQ.copy_(self.later.pop())
-        self.written.append(given.mDQ.data_ptr())
-
-
-def biases(score_args):
-    """The bias, and its gradient, taken from the epilogues' arguments."""
-    flat = [x for part in score_args for x in (part if isinstance(part, tuple) else (part,))]
-    return [x for x in flat if isinstance(x, torch.Tensor) and x.dim() == 4]
-
-
-def attend(kernel, given, q, k, v, bias=None, *_):
-    """Compute a forward by the reference."""
-    out, lse, _ = reference.attention(
-        *(q, k, v, given.softmax_scale),
-        reference.Features(kernel.traits.mask),
-        reference.ScoreInputs(bias=bias),
-        reference.Lengths(*given.seqlens[:6]),
-    )
-    return out, lse
 
 
 @pytest.fixture(params=["python", "tvm_ffi"])

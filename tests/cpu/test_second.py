@@ -112,19 +112,6 @@ def call(q, k, v, **options):
     return Call(q, k, v, max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=0.4, **options)
 
 
-def test_by_differences():
-    """Numerically, which depends on no derivative of the definition."""
-    tensors = [
-        randn(*shape, seed=i).requires_grad_()
-        for i, shape in enumerate(((1, 3, 2, 3), (1, 4, 1, 3), (1, 4, 1, 2)))
-    ]
-
-    def run(*tensors):
-        return torch.ops.cute_attn.forward.default(*call(*tensors, mask="causal").values(ATTENTION))[:2]
-
-    assert torch.autograd.gradgradcheck(run, tensors)
-
-
 def loss(q, k, v, **options):
     out, lse = attention(q, k, v, return_lse=True, causal=True, **options)
     return out.sin().sum() + lse.square().sum()

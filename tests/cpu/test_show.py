@@ -38,17 +38,6 @@ def test_reads_of_128_byte_rows(bits, ways):
     assert store == BankConflicts(64, 64 * ways, 64, ways)
 
 
-@pytest.mark.parametrize("cols", [32, 64, 96, 128, 160, 192, 224, 256])
-def test_defaults_are_free_of_conflicts(cols):
-    def smem():
-        return layouts.smem_layout(64, cols, Float16)
-
-    for copy in (layouts.ldmatrix_copy_a, layouts.ldmatrix_copy_b):
-        assert bank_conflicts(lambda copy=copy: copy(mma(), Float16), smem, Float16).extra == 0
-    store = bank_conflicts(lambda: layouts.store_copy_c(mma(), Float16, "sm80"), smem, Float16, side="dst")
-    assert store.extra == 0
-
-
 WRONG = """
 layouts.store_copy_c(mma(), Float16, "sm80"), 64 -> side=None
 layouts.ldmatrix_copy_a(mma(), Float16), 48 -> 48 x 64

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_attn import reference
 from cute_attn.api.kvcache import attention_with_kvcache
-from cute_attn.reference import kvcache as ref
 from cute_attn.reference.tilings import SMALL, TILINGS, Scores
+from tests.cpu.test_cache_bias import check_cached
 
 
 @pytest.mark.parametrize(
@@ -30,18 +29,7 @@ def test_tiles_have_the_scores_of_the_definition(name, heads, features, seqlen_q
     bits = torch.randint(-(2**31), 2**31, (2 * seqlen_q, 3), generator=generator).int()
     softcap = 2.5 if "softcap" in features else 0.0
     problem = Scores.random(2, heads, seqlen_q, seqlen_k, softcap=softcap, tree_mask=bits)
-    problem = replace(
-        problem, k=problem.k[:, :, :1].expand_as(problem.k), v=problem.v[:, :, :1].expand_as(problem.v)
-    )
-    got = problem.emulate(tiling)
-    tensors = [x.double() for x in (problem.q, problem.k, problem.v)]
-    mask = reference.Features("causal" if "causal" in features else "")
-    out, lse = ref.attention(
-        tensors[0], ref.Cache(*tensors[1:]), problem.scale, ref.Lengths(), mask, problem.inputs
-    )
-    torch.testing.assert_close(got.lse, lse.float(), atol=1e-5, rtol=1e-6)
-    bound = float(problem.v.abs().max()) * 2**-10
-    torch.testing.assert_close(got.out, out.transpose(1, 2).float(), atol=bound, rtol=0.0)
+    check_cached(tiling, problem)
 
 
 def test_a_chain_is_causal_attention():

@@ -45,6 +45,12 @@ _HELPER = "tests how FlashAttention prepares its kernels' arguments"
 _EXTENSION = "calls FlashAttention's extension itself"
 
 
+def _counts(text: str) -> dict[str, int]:
+    """``Suite.tests`` of "NAME COUNT, ...", with names after ``test_``; * for every other one."""
+    pairs = (item.split() for item in text.split(","))
+    return {"" if name == "*" else f"test_{name}": int(count) for name, count in pairs}
+
+
 def _flash_2(source: str, adapter: str, *libraries: str) -> Suite:
     """transformers' tests of its implementation flash_attention_2."""
     return Suite(
@@ -107,21 +113,13 @@ SUITES = {
         folder="pytorch/test",
         paths=("test_transformers.py",),
         adapter="sdpa",
-        tests={
-            "test_flash_attention_vs_math_ref_grads": 150,
-            "test_mem_efficient_attention_vs_math_ref_grads": 100,
-            "test_mem_efficient_attention_attn_mask_vs_math_ref_grads": 150,
-            "test_fused_attention_vs_math_ref_grads_cudagraph": 60,
-            "test_scaled_dot_product_attention_fused_kernels": 20,
-            "test_cudnn_attention": 20,
-            "test_mem_eff": 30,
-            "test_fused_kernels": 40,
-            "test_fused_attention_different_dk_dv": 2,
-            "test_sdp": 20,
-            "test_causal_variants": 40,
-            "test_is_causal": 8,
-            "test_singelton_head_dim_stride_ne_1": 1,
-        },
+        tests=_counts(
+            "flash_attention_vs_math_ref_grads 150, mem_efficient_attention_vs_math_ref_grads 100, "
+            "mem_efficient_attention_attn_mask_vs_math_ref_grads 150, "
+            "fused_attention_vs_math_ref_grads_cudagraph 60, scaled_dot_product_attention_fused_kernels 20, "
+            "cudnn_attention 20, mem_eff 30, fused_kernels 40, fused_attention_different_dk_dv 2, sdp 20, "
+            "causal_variants 40, is_causal 8, singelton_head_dim_stride_ne_1 1"
+        ),
         deselected={
             "test_fused_backwards_throws_determinism_warning": _WORDING,
             "test_sdp_choice_with_determinism": "asks which backend PyTorch chooses, not what it computes",
@@ -167,21 +165,13 @@ SUITES = {
         folder="flash-attention",
         paths=("tests/test_flash_attn.py",),
         adapter="flash_attn",
-        tests={
-            "test_flash_attn_qkvpacked": 40,
-            "test_flash_attn_varlen_qkvpacked": 40,
-            "test_flash_attn_output": 100,
-            "test_flash_attn_varlen_output": 100,
-            "test_flash_attn_causal": 40,
-            "test_flash_attn_varlen_causal": 40,
-            "test_flash_attn_splitkv": 30,
-            "test_flash_attn_race_condition": 4,
-            "test_flash_attn_bwd_overflow": 10,
-            "test_flash_attn_bwd_transpose": 10,
-            "test_flash_attn_bwd_varlen_overflow": 6,
-            "test_flash_attn_deterministic": 10,
-            "test_flash_attn_varlen_deterministic": 10,
-        },
+        tests=_counts(
+            "flash_attn_qkvpacked 40, flash_attn_varlen_qkvpacked 40, flash_attn_output 100, "
+            "flash_attn_varlen_output 100, flash_attn_causal 40, flash_attn_varlen_causal 40, "
+            "flash_attn_splitkv 30, flash_attn_race_condition 4, flash_attn_bwd_overflow 10, "
+            "flash_attn_bwd_transpose 10, flash_attn_bwd_varlen_overflow 6, flash_attn_deterministic 10, "
+            "flash_attn_varlen_deterministic 10"
+        ),
         deselected={
             "test_flash_attn_generator_arg_must_be_none": _WORDING,
             "test_flash_attn_varlen_paged_kv_num_splits": "expects that keys in pages are not divided",
@@ -212,12 +202,9 @@ SUITES = {
         folder="flash-attention",
         paths=("hopper/test_flash_attn.py",),
         adapter="flash_attn_3",
-        tests={
-            "test_flash_attn_kvcache": 60,
-            "test_flash_attn_combine": 40,
-            "test_flash_attn_output": 40,
-            "test_flash_attn_varlen_output": 40,
-        },
+        tests=_counts(
+            "flash_attn_kvcache 60, flash_attn_combine 40, flash_attn_output 40, flash_attn_varlen_output 40"
+        ),
         needs=("einops",),
         environment={"FLASH_ATTENTION_DISABLE_LOCAL": "TRUE", "FLASH_ATTENTION_DISABLE_FP8": "TRUE"},
     ),
@@ -227,53 +214,33 @@ SUITES = {
         folder="flash-attention",
         paths=("tests/cute/test_flash_attn.py", "tests/cute/test_flash_attn_combine.py"),
         adapter="flash_attn_4",
-        tests={
-            "test_flash_attn_kvcache": 120,
-            "test_flash_attn_combine": 60,
-            "test_flash_attn_output": 80,
-            "test_flash_attn_varlen_output": 80,
-            "test_flash_attn_learnable_sink": 3,
-            "test_flash_attn_varlen_learnable_sink": 3,
-            "test_flash_attn_paged": 20,
-            "test_flash_attn_lse_grad": 8,
-            "test_flash_attn_seqlen_k_zero": 8,
-            "test_flash_attn_empty_q": 8,
-            "test_flash_attn_small_head_dim": 8,
-        },
+        tests=_counts(
+            "flash_attn_kvcache 120, flash_attn_combine 60, flash_attn_output 80, "
+            "flash_attn_varlen_output 80, flash_attn_learnable_sink 3, flash_attn_varlen_learnable_sink 3, "
+            "flash_attn_paged 20, flash_attn_lse_grad 8, flash_attn_seqlen_k_zero 8, flash_attn_empty_q 8, "
+            "flash_attn_small_head_dim 8"
+        ),
         deselected={"test_flash_attn_combine_dynamic": _EXTENSION},
         needs=("einops",),
     ),
     "flash-attention-4-scores": _flash_4_functions(
         ("score_mod", "score_mod_varlen"),
-        {
-            "test_cute_vs_flex_attention": 40,
-            "test_cute_vs_flex_attention_with_aux_tensors": 12,
-            "test_cute_vs_flex_attention_backward": 24,
-            "test_cute_vs_flex_attention_backward_with_aux": 8,
-            "test_cute_vs_flex_attention_backward_pack_gqa": 8,
-            "test_cute_score_mod": 24,
-            "test_score_mod_with_paged_kvcache": 24,
-            "test_varlen_with_score_mod": 30,
-            "test_varlen_with_score_mod_vectorized": 12,
-            "test_varlen_with_global_idx_score_mod": 40,
-            "test_varlen_score_mod_kvcache": 20,
-            "test_varlen_score_mod_with_paged_kvcache_global": 30,
-            "test_varlen_score_mod_backward": 40,
-        },
+        _counts(
+            "cute_vs_flex_attention 40, cute_vs_flex_attention_with_aux_tensors 12, "
+            "cute_vs_flex_attention_backward 24, cute_vs_flex_attention_backward_with_aux 8, "
+            "cute_vs_flex_attention_backward_pack_gqa 8, cute_score_mod 24, score_mod_with_paged_kvcache 24, "
+            "varlen_with_score_mod 30, varlen_with_score_mod_vectorized 12, "
+            "varlen_with_global_idx_score_mod 40, varlen_score_mod_kvcache 20, "
+            "varlen_score_mod_with_paged_kvcache_global 30, varlen_score_mod_backward 40"
+        ),
     ),
     "flash-attention-4-masks": _flash_4_functions(
         ("mask_mod", "mask_mod_varlen"),
-        {
-            "test_static_masks": 40,
-            "test_parameterized_masks": 60,
-            "test_q_boundary": 14,
-            "test_block_sparse": 30,
-            "test_varlen_static_masks": 20,
-            "test_varlen_parameterized_masks": 20,
-            "test_varlen_global_masks": 30,
-            "test_varlen_block_sparse": 60,
-            "": 30,
-        },
+        _counts(
+            "static_masks 40, parameterized_masks 60, q_boundary 14, block_sparse 30, "
+            "varlen_static_masks 20, varlen_parameterized_masks 20, varlen_global_masks 30, "
+            "varlen_block_sparse 60, * 30"
+        ),
     ),
     "flash-attention-4-blocks": _flash_4_functions(
         ("block_sparsity",), {"test_fixed_length_masks": 80, "test_fast_sampling": 40, "": 120}
@@ -284,19 +251,11 @@ SUITES = {
         folder="attention-gym",
         paths=("test",),
         adapter="flex",
-        tests={
-            "test_block_diffusion_flex": 1,
-            "test_causal_block_mask_with_flex_attention": 2,
-            "test_flex_attention_aux_lse": 1,
-            "test_global_sliding_window_flex": 1,
-            "test_graphormer_": 5,
-            "test_jetspec_tree_causal_mask_flex": 1,
-            "test_natten_masks": 1,
-            "test_sandwich_flex_matches": 1,
-            "test_split_prefix": 1,
-            "test_tanh_approx": 1,
-            "test_vsa_flex_attention_backward_cuda": 1,
-        },
+        tests=_counts(
+            "block_diffusion_flex 1, causal_block_mask_with_flex_attention 2, flex_attention_aux_lse 1, "
+            "global_sliding_window_flex 1, graphormer_ 5, jetspec_tree_causal_mask_flex 1, natten_masks 1, "
+            "sandwich_flex_matches 1, split_prefix 1, tanh_approx 1, vsa_flex_attention_backward_cuda 1"
+        ),
     ),
     "jvp-flash-attention": Suite(
         source="amorehead/jvp_flash_attention, 2026-02: tests/test_jvp_attention.py, of which outside/jvp_flash.py "
@@ -321,14 +280,10 @@ SUITES = {
         folder="transformers",
         paths=(str(Path(__file__).parent / "hf_models.py"),),
         adapter="sdpa",
-        tests={
-            "test_cute_attn_inference_equivalence": 12,
-            "test_eager_matches_sdpa": 150,
-            "test_sdpa_can_dispatch_on_flash": 4,
-            "test_sdpa_can_compile_dynamic": 4,
-            "test_eager_matches_batched": 8,
-            "test_training": 8,
-        },
+        tests=_counts(
+            "cute_attn_inference_equivalence 12, eager_matches_sdpa 150, sdpa_can_dispatch_on_flash 4, "
+            "sdpa_can_compile_dynamic 4, eager_matches_batched 8, training 8"
+        ),
         needs=("transformers", "parameterized"),
         environment={"RUN_SLOW": "1", "HF_HUB_OFFLINE": "1"},
     ),
