@@ -52,7 +52,7 @@ def takes(arguments: str, *, repeats: bool = False) -> Callable[[Callable[[Given
 
         @functools.wraps(run)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not repeats or torch.compiler.is_compiling():
+            if not repeats or len(args) > len(names) or torch.compiler.is_compiling():
                 return bound(args, kwargs)
             own, others = [], []
             for name, x in itertools.chain(zip(names, args, strict=False), kwargs.items()):

@@ -353,3 +353,13 @@ def test_a_capture_is_no_record(launches, recordings, monkeypatch):
     for _ in range(4):
         attention(q, k, v, block_mask=mask)
     assert len(recordings) == 1
+
+
+def test_an_argument_too_many_is_refused_after_a_call_that_is_known():
+    tensors = [torch.randn(2, 64, 4, 64).bfloat16() for _ in range(3)]
+    # All of flash_attn_func's arguments.
+    call = (*tensors, 0.0, None, True, (-1, -1), 0.0, None, False, False)
+    for _ in range(3):
+        flash_attn.flash_attn_func(*call)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        flash_attn.flash_attn_func(*call, "one more")
