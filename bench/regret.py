@@ -36,6 +36,8 @@ from cute_attn.tiles import BackwardSm90Tile, ForwardSm90Tile
 LENGTHS = (1, 4, 16, 40, 64, 80, 96, 300, 600, 3000)
 """Queries and keys, one of each range within which no chooser changes its tile."""
 CLOCK_EVERY = 10
+WAVES = 4
+"""Maximum splits of keys per CTA."""
 FINALISTS, MOST_CALLS = 3, 30
 """Candidates that are timed again, with the chosen one; calls of each in a round, which all flush L2."""
 Medians = Callable[[dict[str, Callable[[], Any]], float, int, int], dict[str, float]]
@@ -64,18 +66,13 @@ class Candidate:
         words = [self.tile]
         words += [f"{name}={n}" for name in ("head_splits", "accumulators") if (n := getattr(self, name))]
         if self.split is not None:
-            words.append(
-                "split=" + (f"{self.split.num_splits}" if self.split.how != "stream_k" else "stream_k")
-            )
+            words.append(f"split={self.split.num_splits}")
         return " ".join(filter(None, words))
 
     @property
     def named(self) -> tuple[str, int]:
-        """Arguments of a call: its tile, and the number of splits unless it is stream-K."""
-        return (
-            self.tile,
-            self.split.num_splits if self.split is not None and self.split.how != "stream_k" else 0,
-        )
+        """Arguments of a call: its tile, and the number of splits."""
+        return self.tile, 0 if self.split is None else self.split.num_splits
 
     def beside(self, other: "Candidate") -> str:
         """The words of the name that the other's name lacks."""
@@ -187,7 +184,7 @@ def candidates(
     for arguments, split in divided:  # each has another default tile
         found += [replace(chosen, tile="", split=one) for one in _cache_splits(*arguments) if one != split]
     if not divided and shape.may_divide_keys:
-        found.append(Candidate(split=split_kv.Split("stream_k")))
+        found += [Candidate(split=split_kv.Split("fixed", n)) for n in (2, 4, 8)]
     return list(dict.fromkeys([chosen, *found]))
 
 
@@ -232,14 +229,15 @@ def _thinned(numbers: Iterable[int], chosen: int) -> list[int]:
 
 
 def _cache_splits(call: Any, tile: Any, processors: int) -> list[Any]:
-    """How the keys of a call with a cache may be divided: not, by stream-K, and in as many splits as there are CTAs."""
+    """How the keys of a call with a cache may be divided: not, or in splits that take up to ``WAVES`` waves of CTAs."""
     from cute_attn.host.split_kv import Split, work_tiles
     from cute_attn.tiles.inference import MAX_PARTIALS
 
     blocks = -(-call.longest[1] // tile.tile_n)
-    most = min(tile.blocks_per_sm * processors // work_tiles(call, tile), blocks, MAX_PARTIALS)
-    splits = {2**n for n in range(1, 10) if 2**n <= most} | ({most} if most > 1 else set())
-    return [Split(), Split("stream_k"), *(Split("fixed", n) for n in sorted(splits))]
+    waves = tile.blocks_per_sm * processors / work_tiles(call, tile)
+    most = min(blocks, MAX_PARTIALS, max(int(WAVES * waves), 4))
+    splits = {n for n in (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 128, int(waves)) if 1 < n <= most}
+    return [Split(), *(Split("fixed", n) for n in sorted(splits))]
 
 
 # ---- without a GPU ----

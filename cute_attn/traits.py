@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 
 OPS = (
     *("forward", "backward", "backward_preprocess", "backward_convert", "jvp"),
-    *("kvcache", "combine", "combine_stream_k", "append", "forward_split", "backward_split"),
+    *("kvcache", "combine", "append", "forward_split", "backward_split"),
     *("forward_pad", "forward_unpad", "backward_pad", "backward_unpad"),
     *("block_kinds", "block_lists", "block_visits"),
 )
@@ -56,7 +56,7 @@ PRECISIONS = ("tf32",)
 BIAS_DTYPES = ("fp16", "bf16", "fp32")
 SINK_DTYPES = ("fp16", "bf16", "fp32")
 ROTARY = ("interleaved", "halves")
-SPLITS = ("fixed", "stream_k", "folded")
+SPLITS = ("fixed", "folded")
 ALIGNMENTS = (1, 2, 4)
 """Alignments in elements of a cache's rows that do not all start at multiples of 16 bytes."""
 MASKS = ("causal", "causal_top_left", "window", "window_top_left")
@@ -112,19 +112,19 @@ FEATURES = tuple(_TOKENS)
 _BEFORE_EPILOGUES = ("precision", "mask", "softcap", "alibi", "bias")
 # Features of some ops only.
 _ONLY_IN: dict[str, tuple[str, ...]] = {
-    "sinks": ("forward", "jvp", "kvcache", "combine", "combine_stream_k"),
+    "sinks": ("forward", "jvp", "kvcache", "combine"),
     "max_scores": ("forward", "kvcache"),
     "bias_grad": ("backward",),
     **dict.fromkeys(("bias_tangent", "sinks_tangent"), ("jvp",)),
     "lse_grad": ("backward_preprocess",),
     **dict.fromkeys(("rotary", "rotate_q", "varlen_new"), ("append",)),
     **dict.fromkeys(("paged", "batch_idx"), ("append", "kvcache")),
-    "leftpad": ("kvcache", "combine_stream_k"),
-    "varlen_k": ("kvcache", "combine_stream_k"),
+    "leftpad": ("kvcache",),
+    "varlen_k": ("kvcache",),
     "split": ("kvcache",),
     "tree": ("kvcache",),
     "latent": ("kvcache",),
-    "alignment": ("kvcache", "combine", "combine_stream_k", "append"),
+    "alignment": ("kvcache", "combine", "append"),
 }
 _TOKEN_OF = {value: token for token, value in _TOKENS.items()}
 
@@ -217,12 +217,12 @@ class Traits:
         varlen_new: new keys are packed, with cumulative lengths.
         paged: the cache consists of pages, found through a table. Ops append and kvcache, like ``batch_idx``.
         batch_idx: each sequence names its entry of the cache.
-        leftpad: each sequence has a first valid row in its cache entry. Ops kvcache and combine_stream_k.
-        varlen_k: keys are packed sequences as well, instead of a cache. Ops kvcache and combine_stream_k.
+        leftpad: each sequence has a first valid row in its cache entry. Op kvcache.
+        varlen_k: keys are packed sequences as well, instead of a cache. Op kvcache.
         tree: a row of bits for each query says which of the last keys the query sees. Op kvcache.
-        split: ``""``, or how the keys of a query block are split. ``fixed`` and ``stream_k`` split among CTAs: a fixed
-            number or size of splits, or equal ranges of all key blocks (:mod:`cute_attn.work.stream_k`). With
-            ``folded`` one CTA adds splits of a fixed size (:mod:`cute_attn.outputs.fold`). Op kvcache.
+        split: ``""``, or how the keys of a query block are split. ``fixed``: among CTAs, in a fixed number of splits
+            or in splits of a fixed size. ``folded``: one CTA adds splits of a fixed size
+            (:mod:`cute_attn.outputs.fold`). Op kvcache.
         alignment: 0 if rows start at multiples of 16 bytes; else 1, 2 or 4: row starts and head dims are multiples of
             this many elements. Kernels with a cache.
         variant: name of a registered kernel class, ``""`` for the package's default. The fp32 forward on sm80 also has
@@ -439,7 +439,7 @@ class Traits:
     @property
     def divides_keys(self) -> bool:
         """True if the keys of a query block are split among several CTAs."""
-        return self.split not in ("", "folded")
+        return self.split == "fixed"
 
     @property
     def causal(self) -> bool:

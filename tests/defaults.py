@@ -104,7 +104,6 @@ FURTHER = [
     "backward-sm90-fp16-d64-causal-softcap-alibi-bias_bf16-dropout-bias_grad",
     "append-sm90-bf16-d59-rotary_interleaved-rotate_q-aligned_1",
     "append-sm90-fp32-d128-rotary_halves-rotate_q",
-    "combine_stream_k-sm90-fp32-d128-causal-seqused_k",
     "combine-sm90-bf16-d59-aligned_1",
     # These replace several kernels, each with one of the features.
     "jvp-sm80-bf16-d64-window-softcap-alibi-bias_bf16-sinks_bf16-dropout_mem_efficient-varlen-bias_tangent-sinks_tangent",
@@ -112,32 +111,32 @@ FURTHER = [
     "forward-sm80-bf16-d64-causal-sinks_bf16-dropout_mem_efficient",
     "forward-sm90-fp16-d128-causal-sinks_bf16-dropout_mem_efficient",
     "backward-sm90-fp16-d64-window-softcap-alibi-dropout_mem_efficient-varlen-seqused_k",
-    "kvcache-sm80-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree-split_stream_k",
-    "kvcache-sm90-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree-split_stream_k",
-    "kvcache-sm80-bf16-d128-causal-bias_fp32-seqused_k-paged-leftpad-split_stream_k",
-    "kvcache-sm90-bf16-d128-causal-bias_fp32-seqused_k-paged-leftpad-split_stream_k",
+    "kvcache-sm80-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree",
+    "kvcache-sm90-bf16-d64-sinks_bf16-seqused_k-batch_idx-leftpad-tree",
+    "kvcache-sm80-bf16-d128-causal-bias_fp32-seqused_k-paged-leftpad-split_fixed",
+    "kvcache-sm90-bf16-d128-causal-bias_fp32-seqused_k-paged-leftpad-split_fixed",
 ]
 MULTIPROCESSORS = 132
 BY_CACHE = """
 # On Hopper: decoding and chunked prefill, with pages of 8.
-kvcache-sm90-bf16 1,65536,4,0: d128-seqused_k-split_stream_k
-kvcache-sm90-bf16 1,65536,8,8: d128-causal-seqused_k-paged-leftpad-split_stream_k d64-seqused_k-paged-split_fixed
-kvcache-sm90-bf16 16,65536,4,16: d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k
-kvcache-sm90-bf16 512,65536,4,0: d64-causal-seqused_k-split_stream_k d128-causal-seqused_k-split_stream_k
-kvcache-sm90-bf16 512,65536,4,0: d256-causal-seqused_k-split_stream_k
+kvcache-sm90-bf16 1,65536,4,0: d128-seqused_k-split_fixed
+kvcache-sm90-bf16 1,65536,8,8: d128-causal-seqused_k-paged-leftpad-split_fixed d64-seqused_k-paged-split_fixed
+kvcache-sm90-bf16 16,65536,4,16: d128-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_fixed
+kvcache-sm90-bf16 512,65536,4,0: d64-causal-seqused_k-split_fixed d128-causal-seqused_k-split_fixed
+kvcache-sm90-bf16 512,65536,4,0: d256-causal-seqused_k-split_fixed
 kvcache-sm90-bf16 512,65536,8,16: d128-causal-seqused_k-paged d64-causal-alibi-varlen-seqused_k
-kvcache-sm90-bf16 512,65536,4,8: d128-causal-softcap-alibi-varlen-seqused_k-paged-split_stream_k
+kvcache-sm90-bf16 512,65536,4,8: d128-causal-softcap-alibi-varlen-seqused_k-paged-split_fixed
 # On Ampere: rows that start anywhere, and fp32.
-kvcache-sm80 1,65536,4,3: bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_stream_k-aligned_1
-kvcache-sm80 1,65536,4,3: fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k
-kvcache-sm80 1,65536,4,3: bf16-d576x512-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_stream_k
+kvcache-sm80 1,65536,4,3: bf16-d59-causal-varlen-seqused_k-paged-leftpad-split_fixed-aligned_1
+kvcache-sm80 1,65536,4,3: fp32-d256-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_fixed
+kvcache-sm80 1,65536,4,3: bf16-d576x512-causal-softcap-alibi-varlen-seqused_k-paged-leftpad-split_fixed
 kvcache-sm80 16,65536,4,0: bf16-d122-causal-softcap-alibi-seqused_k-split_fixed-aligned_2
-kvcache-sm80 16,65536,4,0: fp32-d64-causal-seqused_k-split_stream_k
-kvcache-sm80 16,65536,4,0: fp32-d128-causal-softcap-alibi-seqused_k-split_stream_k
-kvcache-sm80 512,65536,4,16: bf16-d252-causal-varlen-seqused_k-paged-split_stream_k-aligned_4
-kvcache-sm80 512,65536,4,16: fp32-d128-tf32-causal-varlen-seqused_k-paged-split_stream_k
+kvcache-sm80 16,65536,4,0: fp32-d64-causal-seqused_k-split_fixed
+kvcache-sm80 16,65536,4,0: fp32-d128-causal-softcap-alibi-seqused_k-split_fixed
+kvcache-sm80 512,65536,4,16: bf16-d252-causal-varlen-seqused_k-paged-split_fixed-aligned_4
+kvcache-sm80 512,65536,4,16: fp32-d128-tf32-causal-varlen-seqused_k-paged-split_fixed
 kvcache-sm80 512,65536,4,16: fp32-d253-window-seqused_k-paged-split_fixed-aligned_1
-kvcache-sm80 512,65536,4,16: bf16-d573x511-causal-seqused_k-paged-split_stream_k-aligned_1
+kvcache-sm80 512,65536,4,16: bf16-d573x511-causal-seqused_k-paged-split_fixed-aligned_1
 """
 """Kvcache kernels and the lengths they are chosen for: the rest of their names."""
 BY_LENGTHS = """
@@ -175,13 +174,13 @@ BLACKWELL = {
     "sm100": (
         "forward-sm80-bf16-d128-causal-dropout",
         "forward-sm80-bf16-d128-window-softcap-alibi-varlen-seqused_k",
-        "kvcache-sm80-bf16-d256-causal-softcap-alibi-seqused_k-split_stream_k",
+        "kvcache-sm80-bf16-d256-causal-softcap-alibi-seqused_k-split_fixed",
         "backward-sm80-bf16-d64-causal-dropout",
     ),
     "sm120": (
         "forward-sm80-bf16-d128-causal",
         "backward-sm80-bf16-d64-causal-dropout",
-        "kvcache-sm80-bf16-d128-seqused_k-split_stream_k",
+        "kvcache-sm80-bf16-d128-seqused_k-split_fixed",
         "block_lists-sm80-bf16-d128",
         "block_visits-sm80-bf16-d128",
     ),

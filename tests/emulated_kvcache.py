@@ -76,8 +76,6 @@ def attend(kernel, given):
         partials.out.fill_(math.nan)
         partials.out[0][..., : found.shape[-1]], partials.lse[0] = found, found_lse
         return
-    if traits.split == "stream_k":
-        assert partials.out.shape[0] == 2 * kernel.tile.blocks_per_sm * PROCESSORS
     given.mO.copy_(found)
     given.mLSE.copy_(found_lse)
 
@@ -87,13 +85,6 @@ def merge(kernel, given):
     found, found_lse = ref.merge(given.mOpartial, given.mLSEpartial, given.mSinks)
     given.mO.copy_(found[..., : given.mO.shape[-1]])
     given.mLSE.copy_(found_lse)
-
-
-def combine_stream_k(kernel, given):
-    """Check the arguments. Here no work tile is divided, so there is nothing to merge."""
-    assert (given.mSinks is not None) == bool(kernel.traits.sinks)
-    assert 2 * given.kernel_ctas == given.partials.out.shape[0] and given.mO.shape[-2] % given.nheads_kv == 0
-    assert (given.seqlens.cu_seqlens_q is not None) == kernel.traits.varlen
 
 
 def list_blocks(kernel, given):
@@ -107,8 +98,7 @@ def patch(monkeypatch, gpu: bool = False) -> list:
     def launched(kernel, target):
         if kernel.traits.op == "append":
             return emulated_append.launched(kernel, target)
-        merges = {"combine": merge, "combine_stream_k": combine_stream_k}
-        run = {**merges, "kvcache": attend, "block_visits": list_blocks}[kernel.traits.op]
+        run = {"combine": merge, "kvcache": attend, "block_visits": list_blocks}[kernel.traits.op]
         chosen.extend([kernel] if run is attend else ())
         declared = fakes(kernel)
 

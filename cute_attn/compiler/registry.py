@@ -51,8 +51,6 @@ _OWN = {
     ("kvcache", "sm90", ""): "kvcache_sm90.kernel.KvcacheSm90",
     ("combine", "sm80", ""): "combine.Combine",
     ("combine", "sm90", ""): "combine.Combine",
-    ("combine_stream_k", "sm80", ""): "combine.CombineStreamK",
-    ("combine_stream_k", "sm90", ""): "combine.CombineStreamK",
     ("forward_split", "sm80", ""): "split_fp32.SplitFp32",
     ("backward_split", "sm80", ""): "split_fp32.SplitFp32",
     **{(op, "sm80", ""): "pad_rows.PadRows" for op in PADDED_TENSORS},
@@ -330,15 +328,12 @@ _FEW = {
         bf16-d128-varlen-rotary_halves-rotate_q-varlen_new-paged
     """,
     "kvcache": """
-        bf16-d128-seqused_k-split_stream_k bf16-d64-causal-varlen-seqused_k-paged-split_stream_k
+        bf16-d128-seqused_k-split_fixed bf16-d64-causal-varlen-seqused_k-paged-split_fixed
         bf16-d128-window-seqused_k-batch_idx-leftpad-split_fixed
-        bf16-d256-causal-softcap-alibi-seqused_k-split_stream_k bf16-d128-causal-seqused_k-paged
-        bf16-d128-sinks_bf16-varlen-seqused_k-split_stream_k bf16-d64-seqused_k-tree-split_stream_k
+        bf16-d256-causal-softcap-alibi-seqused_k-split_fixed bf16-d128-causal-seqused_k-paged
+        bf16-d128-sinks_bf16-varlen-seqused_k bf16-d64-seqused_k-tree-split_fixed
     """,
     "combine": "fp16-d64 bf16-d96 bf16-d128 fp32-d256",
-    "combine_stream_k": """
-        bf16-d128-seqused_k bf16-d64-causal-varlen-seqused_k bf16-d256-window-seqused_k-leftpad
-    """,
     "forward_split": "fp32-d96",
     "backward_split": "fp32-d256",
     **dict.fromkeys(PADDED_TENSORS, "bf16-d59-varlen oldest:fp32-d574"),

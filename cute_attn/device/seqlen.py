@@ -70,20 +70,6 @@ def _read(cu_seqlens, seqused, max_seqlen: Int32, batch: Int32, added: Int32 | N
     return seqlen, offset
 
 
-LINE = 32
-"""Number of int32 in a cache line."""
-
-
-@cute.jit
-def warm_lengths(seqlens: Seqlens, batch: Int32, lane: Int32) -> None:
-    """By a warp that is about to read the lengths of all sequences: fetch them into L1, all lines at once."""
-    for tensor in (seqlens.cu_seqlens_q, seqlens.seqused_k, seqlens.leftpad):
-        if cutlass.const_expr(tensor is not None):
-            for i in cutlass.range(lane * LINE, batch, 32 * LINE, unroll=1):
-                pointer = tensor.iterator + i  # type: ignore[union-attr]
-                cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[pointer.toint()])
-
-
 @cute.jit
 def existing_rows(cu_seqlens: cute.Tensor | None, tensor: cute.Tensor, batch: Int32) -> Int32:
     """Number of rows of sequence ``batch`` in ``tensor``, (batch, rows, ...) or varlen, regardless of seqused."""

@@ -82,7 +82,7 @@ class Call(NamedTuple):
         rotary_interleaved: whether a pair is two adjacent elements, rather than one element of each half.
         cache_leftpad: int32 (batch,), each sequence's first valid row, or None.
         tree_mask: int32 (rows of q, words), or None.
-        num_splits: splits of each query block's keys; 0 for stream-K.
+        num_splits: splits of each query block's keys; 0 for a choice by shapes.
     """
 
     q: Tensor = _ABSENT

@@ -34,47 +34,33 @@ from cute_attn.host.counters import multiprocessors
 from cute_attn.host.memory import clear_owned, on_device
 from cute_attn.host.plans import Plan
 from cute_attn.tiles import padded
-from cute_attn.tiles.inference import FOLDED_KEYS, MAX_PARTIALS, CacheCall, CombineStreamKTile, CombineTile
+from cute_attn.tiles.inference import FOLDED_KEYS, MAX_PARTIALS, CacheCall, CombineTile
 from cute_attn.traits import LARGE_HEAD_DIM, ROW_BYTES, Traits, aligned_head_dim
 
 EVEN = 8
 """Minimum keys per query with which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
 """TMA loads pages with a multiple of this many rows, the period of a swizzle. Ampere kernels load other pages."""
-FULL_SPLITS, IN_STEP = 0.9, 0.67
-"""Minimum fractions of the CTAs that an even split of equal sequences keeps busy; below them, stream-K is used. The
-second is for several work tiles per kv head, which read the same keys of a split at about the same time."""
-SPLITS_AT_ONCE = 128
-"""Maximum partial results of a row that the combine kernel loads at once; more need another round."""
-BLOCKS_OF_A_SPLIT, ENOUGH_CTAS = 5, 48
-"""Minimum key blocks per split once ``ENOUGH_CTAS`` CTAs are busy: fewer partial results merge faster."""
-LEAST_SPLITS, LEAST_SPARED = 4, 448
-"""Minimum number of even splits, and minimum keys that they spare each CTA, for a second launch to pay."""
-FEW_SPLITS_SPARED = 1024
-"""Minimum spared keys for two or three even splits of sequences of equal length."""
-SPLITS_OF_A_CTA = 4
-"""Minimum splits per CTA of a BlockMask's lists, whose lengths the host does not know: the last wave is a quarter."""
 FEW_BYTES = 2 << 20
-"""Maximum bytes of K and V per CTA for which stream-K costs more than any load imbalance."""
-IDLE_BYTES = 1 << 20
-"""Maximum bytes of K and V per CTA times the idle fraction of the last wave; above it, stream-K may pay."""
-STREAM_K_COST, OUT_OF_STEP = 1.27, 1.5
-"""Time of stream-K over the time of whole work tiles with more than 64 rows, limited by tensor cores. The first is for
-one work tile per kv head, the second for several, which then read the same keys at different times."""
+"""Maximum bytes of K and V per sequence and key head for which work tiles may have fewer rows: then more CTAs read."""
 
-FEW_SEQUENCES = 4
-"""Maximum sequences for even splits of several query blocks of over 64 rows, although lengths are not known here.
-Stream-K takes 1.2 to 1.3 times as long if lengths are equal, and saves as much if their mean is 3/4 of the maximum."""
+FEW_ROWS = 16
+"""Maximum rows of a work tile that memory limits alone, and whose partial results are small."""
 
-FOLDED_CTAS, FEW_ROWS, FEW_WORK_TILES = 0.5, 16, 2.0
+# Costs of a CTA, in bytes of keys and values that it would read meanwhile; fitted to 114 calls on an H200:
+START, SECOND_LAUNCH = 36_000, 210_000
+"""The start of a work tile, and the combine kernel."""
+LONGEST_SPLIT, UNLIKE = 1_500_000, 1.035
+"""Few rows of sequences whose lengths may differ have up to as many splits as leave each this many bytes of K and V, if
+the estimate for equal lengths is at most this many times the shortest."""
+MOST_WAVES, LEAST_BLOCKS, MOST_SPLITS = 16, 2, 128
+"""Maximum splits per CTA, minimum key blocks per split, and maximum partial results of a row."""
+
+FOLDED_CTAS, FEW_WORK_TILES = 0.5, 2.0
 """Maximum work tiles per CTA for which ``same_bits`` splits keys among CTAs, rather than folding the splits in one CTA:
-``FOLDED_CTAS`` in general, ``FEW_WORK_TILES`` up to ``FEW_ROWS`` rows per key head, whose partial results are small."""
+``FOLDED_CTAS`` in general, ``FEW_WORK_TILES`` for ``FEW_ROWS``."""
 MANY_MERGED = 4096
 """Minimum rows of a call for which a CTA of the combine kernel with ``in_order`` merges several rows."""
-
-SIMILAR = 0.7
-"""Minimum ratio of mean to maximum keys of packed sequences for whole work tiles: the longest sequence ends last."""
-
 
 # For calls without a cache:
 FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
@@ -161,11 +147,6 @@ def launch(
             results = {name: x.unsqueeze(0) for name, x in results.items()}
         own: dict[str, Any] = {"mOpartial": partials[0], "mLSEpartial": partials[1], "mSinks": call.sinks}
         record.launch(*plan.functions["combine"].bind(**results, **own))
-    elif split.how == "stream_k":
-        mask_args = scores[1] or None  # the DSL takes no empty tuple
-        own = {"partials": partials, "mSinks": call.sinks, "seqlens": seqlens, "mask_args": mask_args}
-        sizes = {"nheads_kv": call.k_cache.shape[-2], "kernel_ctas": partial_shapes[0][0] // 2}
-        record.launch(*plan.functions["combine"].bind(**results, **own, **sizes))
     return out, lse
 
 
@@ -196,33 +177,25 @@ def make_plan(call: Call) -> Plan:
         kernel, split = choose_kernel(call, target, processors)
         functions = {"main": compiler.build(kernel, target)}
         shapes = _partial_shapes(call, kernel, split, processors)
-        combine = _combine(kernel, split, shapes, call, target)
+        combine = _combine(kernel, split, call, target)
         if combine is not None:
             functions["combine"] = combine
     return Plan(kernel, functions, (split, shapes))
 
 
-def _combine(kernel: Any, split: Split, shapes: tuple[tuple[int, ...], ...], call: Call, target: str) -> Any:
+def _combine(kernel: Any, split: Split, call: Call, target: str) -> Any:
     traits = kernel.traits
-    if not split.how:
+    if split.how != "fixed":
         return None
     # On Hopper its launch overlaps the end of the kernel before it, of either generation.
     arch = registry.generations(target)[0]
-    if split.how == "fixed":
-        more = {"sinks": call.sinks_dtype, "alignment": traits.alignment}
-        plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, **more)
-        tile = CombineTile.of(split.num_splits, eager=True)
-        if call.same_bits:
-            rows = 4 if math.prod(call.q.shape[:-1]) >= MANY_MERGED else 1
-            tile = CombineTile(rows, unroll=8, in_order=True)
-        tile = tile.for_head_dim(traits.head_dim_v)
-        return compiler.compile(plain, tile, target)
-    kept = ("mask", "sinks", "varlen", "seqused_k", "leftpad", "varlen_k", "alignment")
-    same = {name: getattr(traits, name) for name in kept}
-    own = Traits("combine_stream_k", arch, traits.dtype, traits.head_dim_v, **same)
-    tiles, ctas = work_tiles(call, kernel.tile), shapes[0][0] // 2
-    tile = CombineStreamKTile.after(kernel.tile, own, tiles, ctas, call.longest[0])
-    return compiler.compile(own, tile, target)
+    more = {"sinks": call.sinks_dtype, "alignment": traits.alignment}
+    plain = Traits("combine", arch, traits.dtype, traits.head_dim_v, **more)
+    tile = CombineTile.of(split.num_splits, eager=True)
+    if call.same_bits:
+        rows = 4 if math.prod(call.q.shape[:-1]) >= MANY_MERGED else 1
+        tile = CombineTile(rows, unroll=8, in_order=True)
+    return compiler.compile(plain, tile.for_head_dim(traits.head_dim_v), target)
 
 
 def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> tuple[tuple[int, ...], ...]:
@@ -231,10 +204,8 @@ def _partial_shapes(call: Call, kernel: Any, split: Split, processors: int) -> t
         rows = call.q.shape[:-2] if call.cu_seqlens_q is None else (1, call.q.shape[0])
         heads = call.q.shape[-2]
         return (split.num_splits, *rows, heads, dim), (split.num_splits, rows[0], heads, rows[1])
-    ctas = kernel.tile.blocks_per_sm * processors
-    if split.how == "stream_k":
-        return (2 * ctas, kernel.tile.tile_m, dim), (2 * ctas, kernel.tile.tile_m)
     if split.how == "folded":  # O so far of each CTA; its threads keep the rest
+        ctas = kernel.tile.blocks_per_sm * processors
         return (ctas, kernel.tile.tile_m, padded(kernel.traits.head_dim_v)), (1, 1)
     return ()
 
@@ -365,11 +336,9 @@ def _kernel_and_split(call: Call, arch: str, variant: str, target: str, processo
     if call.num_splits:
         split = Split("fixed", call.num_splits) if call.num_splits > 1 else Split()
         return kernel_of(split), split
-    kernel = kernel_of(Split("fixed" if call.same_bits or call.lists_blocks else "stream_k"))
+    kernel = kernel_of(Split("fixed"))
     choose = _split_in_order if call.same_bits else _best_split
     split = choose(call, kernel.tile, processors)
-    if split.how == "stream_k" and kernel.epilogues.visits_lists:
-        split = _split_of_lists(call, kernel.tile, processors)
     return kernel if split.how == kernel.traits.split else kernel_of(split), split
 
 
@@ -391,8 +360,8 @@ def cache_call(call: Call) -> CacheCall:
 
 
 def _key_bytes(call: Call) -> int:
-    """Bytes of a row of K plus a row of V."""
-    return call.q.element_size() * (call.q.shape[-1] + call.v_cache.shape[-1])
+    """Bytes of a row of K plus a row of V; of K alone if V is its first columns."""
+    return call.q.element_size() * (call.q.shape[-1] + (0 if call.latent else call.v_cache.shape[-1]))
 
 
 def _split_in_order(call: Call, tile: Any, processors: int) -> Split:
@@ -415,52 +384,28 @@ def _split_in_order(call: Call, tile: Any, processors: int) -> Split:
 
 
 def _best_split(call: Call, tile: Any, processors: int) -> Split:
-    """The split of a call that does not set ``num_splits``: whole work tiles, even splits, or stream-K.
+    """The split of a call that does not set ``num_splits``: the even one with the shortest estimated time.
 
-    Even splits and whole work tiles cost less than stream-K, whose CTAs compute prefix sums of the lengths and merge
-    more partial results. But lengths are not known here, except the mean of packed keys. In a batch they may differ,
-    and then only stream-K keeps all CTAs busy. It loses little on long sequences, the alternatives on short ones.
+    All CTAs are taken to read at equal speed, and all sequences to be as long as the longest may be. Where lengths may
+    differ, and more splits cost little, a long sequence has more, so that no CTA reads it alone at the end.
     """
     ctas, count = tile.blocks_per_sm * processors, work_tiles(call, tile)
     seqlen_q, seqlen_k = call.longest
     seen = min(seqlen_k, call.window + tile.queries) if call.window else seqlen_k
-    blocks = -(-seen // tile.tile_n)
-    most = min(ctas // count, blocks, MAX_PARTIALS)
-    if most > SPLITS_AT_ONCE and SPLITS_AT_ONCE * count >= FULL_SPLITS * ctas:
-        most = SPLITS_AT_ONCE
-    splits = min(most, max(blocks // BLOCKS_OF_A_SPLIT, -(-ENOUGH_CTAS // count), LEAST_SPLITS))
-    bytes_of_block = tile.tile_n * _key_bytes(call)
-    spared = tile.tile_n * (blocks - -(-blocks // max(splits, 1)))
-    even = not call.mask or EVEN * seqlen_q <= seqlen_k
-    shared = count > call.batch * call.k_cache.shape[-2]  # work tiles that read the same keys
-    few = shared and tile.tile_m > 64 and call.batch <= FEW_SEQUENCES
-    equal = few or call.batch == 1 or (call.lengths is None and call.cu_seqlens_k is None)
-    least = IN_STEP if shared else FULL_SPLITS
-    full = equal and even and most > 1 and most * count >= least * ctas
-    if splits < LEAST_SPLITS or spared < LEAST_SPARED:
-        left = -(-blocks // max(most, 1))
-        pays = few or bytes_of_block * left > FEW_BYTES or tile.tile_n * (blocks - left) > FEW_SPLITS_SPARED
-        splits = most if full and pays else 1
-    waves = splits * count / ctas
-    alone = bytes_of_block * -(-blocks // splits)
-    if alone > FEW_BYTES or (splits == 1 and (math.ceil(waves) - waves) * alone > IDLE_BYTES):
-        if splits == 1:
-            packed = call.cu_seqlens_k is not None
-            similar = not packed or call.k_cache.shape[0] >= SIMILAR * call.batch * seqlen_k
-            cost = OUT_OF_STEP if shared else STREAM_K_COST
-            pays = similar and tile.tile_m > 64 and math.ceil(waves) <= cost * waves
-        else:
-            pays = full
-        if not pays:
-            return Split("stream_k")
-    return Split("fixed", splits) if splits > 1 else Split()
+    blocks, bytes_of_block = -(-seen // tile.tile_n), tile.tile_n * _key_bytes(call)
+    rows = min(seqlen_q * call.group, tile.tile_m)
+    partial = 4 * rows * call.v_cache.shape[-1]
+    most = max(min(blocks // LEAST_BLOCKS, MOST_WAVES * ctas // count, MOST_SPLITS), 1)
 
+    def cost(splits: int) -> int:
+        waves, alone = -(-splits * count // ctas), -(-blocks // splits) * bytes_of_block + START
+        return waves * alone if splits == 1 else waves * (alone + partial) + SECOND_LAUNCH
 
-def _split_of_lists(call: Call, tile: Any, processors: int) -> Split:
-    """Even splits of the listed blocks in place of stream-K, whose ranges count all blocks that a band leaves."""
-    ctas, blocks = tile.blocks_per_sm * processors, -(-call.longest[1] // tile.tile_n)
-    splits = -(-SPLITS_OF_A_CTA * ctas // work_tiles(call, tile))
-    splits = min(splits, blocks // BLOCKS_OF_A_SPLIT, MAX_PARTIALS)
+    costs = {n: cost(n) for n in range(1, most + 1)}
+    splits = min(costs, key=costs.__getitem__)
+    if call.batch > 1 and (call.lengths is not None or call.cu_seqlens_k is not None) and rows <= FEW_ROWS:
+        enough = max(splits, -(-blocks * bytes_of_block // LONGEST_SPLIT))
+        splits = max(n for n in costs if n <= enough and costs[n] <= UNLIKE * costs[splits])
     return Split("fixed", splits) if splits > 1 else Split()
 
 
@@ -473,7 +418,7 @@ def _check_sizes(call: Call, kernel: Any, num_splits: int) -> None:
     check_count(f"q has {each}", count, MAX_ROWS)
     check_count(f"k_cache has {blocks} key blocks for each of {each}", count * blocks, MAX_ROWS)
     check_count("q has rows of heads", math.prod(call.q.shape[:-1]), MAX_ROWS)
-    if kernel.traits.arch == "sm80" and kernel.traits.split != "stream_k":  # CTAs for each sequence's longest
+    if kernel.traits.arch == "sm80":  # CTAs for each sequence's longest
         packs = call.k_cache.shape[-2] * -(-call.group // tile.pack_heads)
         blocks = -(-queries // tile.queries)
         each = f"{packs} heads of {blocks} blocks of {tile.queries} queries"

@@ -173,7 +173,7 @@ def beyond_cache(
         if getattr(traits, name):
             return f"{name} is {getattr(traits, name)}; accepted: none"
     if traits.split == "fixed" and traits.sinks:
-        return f"sinks is {traits.sinks} with split parts; accepted: none, since combine adds them"
+        return f"sinks is {traits.sinks} with split fixed; accepted: none, since combine adds them"
     if traits.split == "folded" and not folds:
         return f"split is {traits.split}; accepted: the others"
     if traits.top_left:

@@ -1,8 +1,5 @@
 """Merges partial results of attention over disjoint sets of keys. Runs on every target.
 
-:class:`Combine` merges given results, :class:`CombineStreamK` the results of a kvcache kernel with stream-K scheduling.
-Both run the same device code; :class:`GivenRows` and :class:`StreamKRows` locate a row's partial results.
-
     m       = max over i of lse[i]              for one query of one head, over its partial results i
     w[i]    = exp(lse[i] - m)
     out     = sum over i of w[i] * o[i] / sum over i of w[i]
@@ -23,34 +20,24 @@ dims up to 512.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute, memory
 
 from cute_attn.device.math import LOG2_E, convert_to_16_bits, exp2, fmax, product
-from cute_attn.device.seqlen import (
-    RowPlaces,
-    SeqlenInfo,
-    Seqlens,
-    first_block,
-    sequence_of_block,
-    warm_lengths,
-)
-from cute_attn.epilogues.mask import Mask
+from cute_attn.device.seqlen import RowPlaces
 from cute_attn.kernels import fakes
 from cute_attn.kernels.base import beyond, more_than
 from cute_attn.outputs.fold import RowSums, added, normalized, with_sink
-from cute_attn.tiles.inference import MAX_PARTIALS, CombineStreamKTile, CombineTile, partial_columns
+from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile, partial_columns
 from cute_attn.traits import DTYPES, MAX_HEAD_DIM_V, Traits
-from cute_attn.work.block_range import Partials
-from cute_attn.work.stream_k import OVERHEAD, StreamK, VisibleBlocks
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A CTA's shared memory, fp32: lse and weights (rows, most_partials), sums (rows, groups, columns), totals (rows,
+    """A CTA's shared memory, fp32: lse and weights (rows, MAX_PARTIALS), sums (rows, groups, columns), totals (rows,
     groups). With one group, sums and totals are unused and have no memory.
     """
 
@@ -75,35 +62,21 @@ class Place:
 
 @dataclass(frozen=True)
 class RowPartials:
-    """Number of the partial results of one row, and their offsets in elements.
-
-    Partial result i is at ``start + i * step``. With ``alternates`` its index is 2 * i, or 1 for the first: a range at
-    the end of a CTA's range has the odd index, see :class:`cute_attn.work.stream_k.TileRange`.
-    """
+    """Number of the partial results of one row, and their offsets in elements: result i is at ``start + i * step``."""
 
     count: Int32
     out: Int64
     out_step: Int64
     lse: Int64
     lse_step: Int64
-    alternates: Constexpr = False
 
-    @cute.jit
     def out_row(self, i: Int32) -> Int64:
         """Offset of the row's O in partial result i."""
-        return self._place(i, self.out, self.out_step)
+        return self.out + Int64(i) * self.out_step
 
-    @cute.jit
     def lse_place(self, i: Int32) -> Int64:
         """Offset of the row's LSE in partial result i."""
-        return self._place(i, self.lse, self.lse_step)
-
-    @cute.jit
-    def _place(self, i: Int32, start: Int64, step: Int64) -> Int64:
-        index = Int64(i)
-        if cutlass.const_expr(self.alternates):
-            index = Int64(2 * i + cutlass.select_(i == 0, Int32(1), Int32(0)))
-        return start + index * step
+        return self.lse + Int64(i) * self.lse_step
 
 
 @dataclass(frozen=True)
@@ -151,13 +124,9 @@ class Combine:
 
     # ---- supported traits ----
 
-    op: ClassVar[str] = "combine"
-    uses: ClassVar[tuple[str, ...]] = ()
-    words: ClassVar[str] = "no features but sinks"
-
     @classmethod
     def supports(cls, traits: Traits) -> str | None:
-        more = more_than(traits, (cls.op,), (*cls.uses, "sinks", "alignment", "variant"), cls.words)
+        more = more_than(traits, ("combine",), ("sinks", "alignment", "variant"), "no features but sinks")
         return more or beyond(traits, dtypes=DTYPES, most=MAX_HEAD_DIM_V, multiple=traits.row_alignment)
 
     @classmethod
@@ -183,19 +152,8 @@ class Combine:
             mOpartial, mLSEpartial: fp32 (partials, batch, queries, nheads, columns) and (partials, batch, nheads,
                 queries). columns: head_dim_v rounded up to a multiple of 4.
         """
-        self.launch((mOpartial, mLSEpartial), mO, mLSE, mSinks, GivenRows.make(mO, self.tile), stream)
-
-    def launch(
-        self,
-        partials: Any,
-        mO: cute.Tensor,
-        mLSE: cute.Tensor,
-        mSinks: cute.Tensor | None,
-        rows: Any,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launch the kernel. partials: begins with the tensors of O and LSE. rows: ``GivenRows`` or ``StreamKRows``."""
-        self.kernel(partials, mO, mLSE, mSinks, rows).launch(
+        rows = GivenRows.make(mO, self.tile)
+        self.kernel((mOpartial, mLSEpartial), mO, mLSE, mSinks, rows).launch(
             grid=[rows.ctas, 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
             stream=stream,
@@ -207,19 +165,21 @@ class Combine:
 
     @cute.kernel
     def kernel(
-        self, partials: tuple, mO: cute.Tensor, mLSE: cute.Tensor, mSinks: cute.Tensor | None, rows: Any
+        self,
+        partials: tuple,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mSinks: cute.Tensor | None,
+        rows: GivenRows,
     ) -> None:
-        _, shared = self.allocated()
+        memory_start = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
+        shared = self.shared_memory(cute.recast_ptr(memory_start, dtype=Float32))
         place, own = rows.of(self, partials, cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
-        self.wait_for_partials()
-        self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)
-
-    @cute.jit
-    def wait_for_partials(self) -> None:
-        """On sm90, wait for the kernel that writes the partial results, then let the next kernel start early."""
         if cutlass.const_expr(self.traits.arch == "sm90"):
+            # The kernel before wrote the partial results; the next one may start.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)
 
     @cute.jit
     def merge(
@@ -255,11 +215,6 @@ class Combine:
         if place.exists and place.group == 0:
             self.store(acc, total, row_max, mO, mLSE, place)
 
-    def allocated(self) -> tuple[cute.Pointer, Shared]:
-        """The CTA's shared memory: its start and its areas."""
-        base = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
-        return base, self.shared_memory(cute.recast_ptr(base, dtype=Float32))
-
     def shared_memory(self, base: Any) -> Shared:
         """The areas of shared memory, which starts at ``base``."""
         tile, areas = self.tile, self.tile.smem_areas(self.traits)
@@ -271,8 +226,8 @@ class Combine:
             )
 
         return Shared(
-            area("lse", tile.rows, tile.most_partials),
-            area("weights", tile.rows, tile.most_partials),
+            area("lse", tile.rows, MAX_PARTIALS),
+            area("weights", tile.rows, MAX_PARTIALS),
             area("sums", tile.rows, tile.groups, partial_columns(self.traits)),
             area("totals", tile.rows, tile.groups),
         )
@@ -481,199 +436,3 @@ class Combine:
                 start += Int64(place.batch) * mLSE.stride[0]
             target = cute.make_tensor(mLSE.iterator + start, cute.make_layout(1))
             target[0] = natural_lse
-
-
-@dataclass(frozen=True)
-class CombinedTile:
-    """A CTA's work tile and rows. ``first == last``: a single CTA computed the tile, and there is nothing to merge."""
-
-    batch: Int32
-    pack: Int32
-    row0: Int32
-    chunk: Int32
-    info: SeqlenInfo
-    first: Int32
-    last: Int32
-
-
-@dataclass(frozen=True)
-class StreamKRows:
-    """Rows of a kvcache kernel with split "stream_k". A CTA has a chunk of the rows of one of that kernel's work tiles.
-
-    A work tile is a query block of a pack of heads: CTA -> (batch, pack, m_block, chunk). With ``by_range`` the CTA's
-    work tile is the one that starts but does not end in a stream-K range: CTA -> (range, chunk). With packed queries,
-    m_block counts the query blocks of all sequences, padded as in :func:`first_block`.
-
-    Attributes:
-        ctas: number of CTAs of the grid.
-        kernel_ctas: number of CTAs of the kvcache kernel, each with a stream-K range.
-    """
-
-    seqlens: Seqlens
-    mask_args: tuple | None
-    chunks: cute.FastDivmodDivisorV2
-    m_blocks: cute.FastDivmodDivisorV2
-    packs: cute.FastDivmodDivisorV2
-    packs_per_kvhead: cute.FastDivmodDivisorV2
-    group: Int32
-    ctas: Int32
-    kernel_ctas: Int32
-
-    @staticmethod
-    def make(
-        mO: cute.Tensor,
-        seqlens: Seqlens,
-        mask_args: tuple | None,
-        nheads_kv: Int32,
-        kernel_ctas: Int32,
-        tile: CombineStreamKTile,
-    ) -> "StreamKRows":
-        """Make the rows on the host."""
-        queries = tile.tile_m // tile.pack_heads
-        group = cutlass.max(mO.shape[-2] // cutlass.max(nheads_kv, 1), 1)
-        packs_per_kvhead = cute.ceil_div(group, tile.pack_heads)
-        rows = cutlass.min(Int64(seqlens.max_seqlen_q) * tile.pack_heads, Int64(tile.tile_m))
-        chunks = cute.ceil_div(Int32(rows), tile.rows)
-        packs, batch = nheads_kv * packs_per_kvhead, seqlens.batch(mO)
-        if seqlens.cu_seqlens_q is None:
-            m_blocks = cute.ceil_div(Int32(seqlens.max_seqlen_q), queries)
-            total = batch * packs * m_blocks * chunks
-        else:
-            m_blocks = Int32(mO.shape[0]) // queries + batch
-            total = packs * m_blocks * chunks
-        if cutlass.const_expr(tile.by_range):
-            total = kernel_ctas * chunks
-        chunks, m_blocks, packs, packs_per_kvhead = (
-            cute.FastDivmodDivisorV2(cutlass.max(n, 1)) for n in (chunks, m_blocks, packs, packs_per_kvhead)
-        )
-        return StreamKRows(
-            seqlens, mask_args, chunks, m_blocks, packs, packs_per_kvhead, group, total, kernel_ctas
-        )
-
-    @cute.jit
-    def find(self, kernel: Constexpr, mO: cute.Tensor, base: cute.Pointer) -> CombinedTile:
-        """The CTA's work tile, which the CTA's first warp looks up. Reads no outputs of the previous kernel."""
-        start = kernel.tile.smem_areas(kernel.traits)["work_tile"][0]
-        found = cute.make_tensor(cute.recast_ptr(base + start, dtype=Int32), cute.make_layout(5))
-        number, lane = self.seqlens.batch(mO), cute.arch.lane_idx()
-        index, chunk = divmod(cute.arch.block_idx()[0], self.chunks)
-        if cute.arch.thread_idx()[0] < 32:
-            warm_lengths(self.seqlens, number, lane)
-            self.look_up(kernel, index, number, lane, found)
-        cute.arch.barrier()
-        return self.read(found, chunk)
-
-    def are_divided(self, found: CombinedTile) -> Boolean:
-        """False if a single CTA computed the work tile and wrote the result directly."""
-        return found.first < found.last
-
-    @cute.jit
-    def look_up(
-        self, kernel: Constexpr, index: Int32, number: Int32, lane: Int32, found: cute.Tensor
-    ) -> None:
-        """Write a CTA's batch, pack, first row, and first and last range to ``found``; called by a whole warp.
-
-        number: number of sequences.
-        """
-        tile, seqlens = kernel.tile, self.seqlens
-        queries: Constexpr = tile.tile_m // tile.pack_heads
-        mask_args: Any = () if cutlass.const_expr(self.mask_args is None) else self.mask_args
-        blocks = VisibleBlocks(seqlens, mask_args, kernel.mask, queries, tile.tile_n)
-        line = (blocks, number, self.packs.divisor, self.kernel_ctas, lane, OVERHEAD)
-        if cutlass.const_expr(tile.by_range):
-            batch, pack, m_block, last = StreamK.make(*line).divided_tile(index)
-            row0, first = m_block * queries, index
-        else:
-            plane, m_block = divmod(index, self.m_blocks)
-            batch, pack = Int32(0), plane
-            if cutlass.const_expr(kernel.traits.varlen):
-                batch = sequence_of_block(seqlens.cu_seqlens_q, m_block, queries)
-                m_block -= first_block(seqlens.cu_seqlens_q, batch, queries)
-            else:
-                batch, pack = divmod(plane, self.packs)
-            row0, first, last = m_block * queries, Int32(0), Int32(0)
-            if (row0 >= 0) & (row0 < SeqlenInfo.read(seqlens, batch).seqlen_q):
-                ranges, start = StreamK.measure(*line, batch)
-                first, last = ranges.ranges_of(start, batch, pack, m_block)
-        if lane == 0:
-            numbers = (batch, pack, row0, first, last)
-            for i in cutlass.range_constexpr(5):
-                found[i] = numbers[i]
-
-    def read(self, numbers: cute.Tensor, chunk: Int32) -> CombinedTile:
-        """The work tile that :meth:`look_up` found."""
-        batch, pack, row0, first, last = (numbers[i] for i in range(5))
-        return CombinedTile(batch, pack, row0, chunk, SeqlenInfo.read(self.seqlens, batch), first, last)
-
-    @cute.jit
-    def of_thread(
-        self, kernel: Constexpr, found: CombinedTile, partials: Partials, thread: Int32
-    ) -> tuple[Place, RowPartials]:
-        """The thread's work, and the offsets of its row's partial results from ranges first to last."""
-        tile, per_row = kernel.tile, kernel.tile.threads_per_row(kernel.traits)
-        own = thread // (per_row * tile.groups)
-        row = found.chunk * tile.rows + own
-        head_kv, of_kvhead = divmod(found.pack, self.packs_per_kvhead)
-        in_group = of_kvhead * tile.pack_heads + row % tile.pack_heads
-        query = found.row0 + row // tile.pack_heads
-        exists = (row < tile.tile_m) & (query < found.info.seqlen_q) & (in_group < self.group)
-        head = cutlass.min(head_kv * self.group + in_group, self.group * (head_kv + 1) - 1)
-        group, lane = thread // per_row % tile.groups, thread % per_row
-        place = Place(own, group, lane, exists, found.batch, found.info.offset_q + query, head)
-        (step, step_row, _), (lse_step, lse_row) = partials.out.stride, partials.lse.stride
-        row, before = Int64(cutlass.min(row, tile.tile_m - 1)), Int64(2 * found.first)
-        out, lse = before * step + row * step_row, before * lse_step + row * lse_row
-        count = found.last - found.first + 1
-        return place, RowPartials(count, out, Int64(step), lse, Int64(lse_step), True)
-
-
-@dataclass(frozen=True)
-class CombineStreamK(Combine):
-    """Merges partial results of a kvcache kernel with split "stream_k". A CTA handles some rows of one work tile.
-
-    The first warp finds the tile's stream-K ranges by the arithmetic of :class:`StreamK`. The CTA exits at once if a
-    single CTA of the kvcache kernel wrote the result.
-    """
-
-    tile: CombineStreamKTile
-
-    op: ClassVar[str] = "combine_stream_k"
-    uses: ClassVar[tuple[str, ...]] = ("mask", "varlen", "seqused_k", "leftpad", "varlen_k")
-    words: ClassVar[str] = "lengths, the mask and sinks alone"
-
-    @classmethod
-    def default_tile(cls, traits: Traits, target: str) -> CombineStreamKTile:
-        """The tile for a kvcache kernel with 64 rows and keys per block; calls derive a tile from the kernel's."""
-        return CombineStreamKTile()
-
-    @property
-    def mask(self) -> Mask:
-        return Mask.of(self.traits)
-
-    @cute.jit
-    def __call__(
-        self,
-        partials: fakes.PartialResults,
-        mO: fakes.HeadRows,
-        mLSE: fakes.RowNumbers,
-        mSinks: fakes.Sinks,
-        seqlens: fakes.Lengths,
-        mask_args: Annotated[tuple | None, lambda kernel: kernel.mask.fake_args() or None],
-        nheads_kv: Int32,
-        kernel_ctas: Int32,
-        stream: cuda.CUstream,
-    ) -> None:
-        """Launch the kernel. mask_args: the mask's arguments, or None if the mask has none."""
-        rows = StreamKRows.make(mO, seqlens, mask_args, nheads_kv, kernel_ctas, self.tile)
-        self.launch(partials, mO, mLSE, mSinks, rows, stream)
-
-    @cute.kernel
-    def kernel(
-        self, partials: tuple, mO: cute.Tensor, mLSE: cute.Tensor, mSinks: cute.Tensor | None, rows: Any
-    ) -> None:
-        base, shared = self.allocated()
-        found = rows.find(self, mO, base)
-        self.wait_for_partials()  # the lengths' writer had ended before that kernel began
-        if rows.are_divided(found):
-            place, own = rows.of_thread(self, found, partials, cute.arch.thread_idx()[0])
-            self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)

@@ -116,7 +116,7 @@ Counters = Annotated[cute.Tensor, lambda kernel: workspace(1)]
 
 def _seqlens_fake(kernel: Any) -> Seqlens:
     traits = kernel.traits
-    cached = traits.op in ("kvcache", "combine_stream_k")
+    cached = traits.op == "kvcache"
     present = (
         traits.varlen,
         traits.varlen_k if cached else traits.varlen,
@@ -144,10 +144,9 @@ Tables = Annotated[CacheTables | None, _tables_fake]
 
 
 def _partials_fake(kernel: Any) -> Partials | None:
-    split = kernel.traits.split or ("stream_k" if kernel.traits.op == "combine_stream_k" else "")
-    if not split:
+    if not kernel.traits.split:
         return None
-    sizes = (5, 4) if split == "fixed" else (3, 2)
+    sizes = (5, 4) if kernel.traits.split == "fixed" else (3, 2)
     return Partials(rows(Float32, sizes[0]), strided(Float32, sizes[1]), Int32(0), Int32(0))
 
 

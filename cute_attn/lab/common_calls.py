@@ -21,7 +21,7 @@ from cute_attn.compiler.compiled import Request
 from cute_attn.host.backward import kernels_of
 from cute_attn.kernels.backward_sm80.heuristics import in_passes
 from cute_attn.tiles import MEASURED, BackwardSm80Tile, first_that_fits
-from cute_attn.tiles.inference import MAX_PARTIALS, CacheCall, CombineStreamKTile, CombineTile
+from cute_attn.tiles.inference import MAX_PARTIALS, CacheCall, CombineTile
 from cute_attn.traits import ROTARY, Traits
 
 DTYPES = ("bf16", "fp16")
@@ -33,7 +33,7 @@ LATENT = (576, 512)
 """Head dims of latent attention's keys and values."""
 LATENT_GROUPS = (8, 16, 32, 64, 128)
 PROCESSORS = {"sm80": 108, "sm90": 132}
-"""Multiprocessors of an A100, and of an H100 SXM or an H200: kernels that merge stream-K's results depend on them."""
+"""Multiprocessors of an A100, and of an H100 SXM or an H200."""
 
 Features = dict[str, Any]
 _CACHES: tuple[Features, ...] = ({"seqused_k": True}, {"seqused_k": True, "paged": True})
@@ -158,27 +158,13 @@ def _of_cache(
             CacheCall(n, 1 << 16, group, size, planes=planes)
             for n, group, size, planes in itertools.product(_QUERIES, groups, sizes, _PLANES)
         ]
-        for split in ("", "fixed", "stream_k"):
+        for split in ("", "fixed"):
             traits = replace(plain, split=split, **extra)
             kernel = registry.lookup(traits, None, target)
-            tiles: dict[Any, set[int]] = {}
-            for call in calls:
-                tiles.setdefault(kernel.for_cache(call, target).tile, set()).add(call.seqlen_q)
-            yield from ((traits, tile) for tile in tiles)
-            if split == "stream_k":
-                for tile, lengths in tiles.items():
-                    yield from _merging_ranges(traits, tile, lengths, target)
-
-
-def _merging_ranges(
-    main: Traits, tile: Any, lengths: Iterable[int], target: str
-) -> Iterator[tuple[Traits, Any]]:
-    kept = {name: getattr(main, name) for name in ("mask", "varlen", "seqused_k", "varlen_k")}
-    traits = Traits("combine_stream_k", main.arch, "bf16", main.head_dim_v, **kept)
-    ctas = tile.blocks_per_sm * PROCESSORS[target]
-    tiles = {ctas + 1, *(max(ctas // n, 1) for n in (1, 8, 16, 17, 32, 33, 64, 65, ctas))}
-    for number, queries in itertools.product(tiles, lengths):
-        yield traits, CombineStreamKTile.after(tile, traits, number, ctas, queries)
+            yield from (
+                (traits, tile)
+                for tile in dict.fromkeys(kernel.for_cache(call, target).tile for call in calls)
+            )
 
 
 def _appending(head_dim: int, target: str) -> Iterator[tuple[Traits, Any]]:

@@ -71,19 +71,6 @@ class RowTarget:
             (Int64(lse.stride[2]), Int64(lse.stride[3])),
         )
 
-    @staticmethod
-    @cute.jit
-    def stream_k(partials: Partials, index: Int32, heads: Constexpr) -> "RowTarget":
-        """Rows of the partial results of stream-K, where a tile's rows follow each other."""
-        out, lse = partials.out, partials.lse
-        step, step_lse = Int64(out.stride[1]), Int64(lse.stride[1])
-        return RowTarget(
-            out.iterator + cute.assume(Int64(index) * out.stride[0], divby=4),
-            lse.iterator + Int64(index) * lse.stride[0],
-            (step, step * heads),
-            (step_lse, step_lse * heads),
-        )
-
 
 @cute.jit
 def row_exists(score_map: ScoreMap, r: Constexpr, tile: QueryTile):

@@ -123,7 +123,7 @@ class ForwardSm80Tile(WarpTile):
             would be in flight.
         pack_heads: packed GQA: the number of query heads of one key head in a work tile, which reads K and V once for
             all of these heads. A power of two up to 64.
-        blocks_per_sm: CTAs per multiprocessor in a kvcache kernel with stream-K.
+        blocks_per_sm: CTAs per multiprocessor in a kvcache kernel.
         warps_n: warps that work on the same rows and divide a step's keys and the columns of V and O. Meant for large
             head dims, where one warp cannot hold O. Requires one stage.
     """
@@ -195,9 +195,6 @@ class ForwardSm80Tile(WarpTile):
         merge = self.merge_bytes(traits)
         stats = max(v_end, o, q + merge)
         end = stats + self.stats_bytes
-        warps = self.num_threads // 32 if traits.split == "stream_k" else 0
-        exchange = self._exchange_areas(end, traits)
-        ranges = max([end, *(last for _, last in exchange.values())])
         return {
             "q": (0, q),
             "k": (q, k_end),
@@ -205,8 +202,7 @@ class ForwardSm80Tile(WarpTile):
             "o": (0, o),
             "merge": (q, q + merge),
             "stats": (stats, end),
-            "tile_range": (ranges, ranges + 4 * self.RANGE_NUMBERS * warps),
-            **exchange,
+            **self._exchange_areas(end, traits),
         }
 
     def _exchange_areas(self, start: int, traits: Traits) -> dict[str, tuple[int, int]]:
@@ -215,9 +211,6 @@ class ForwardSm80Tile(WarpTile):
             return {}
         end = start + self.tile_m * self.tile_n * self.operand_bytes(traits)
         return {"p": (start, end), "exchange": (end, end + 4 * self.tile_m * self.warps_n)}
-
-    RANGE_NUMBERS: ClassVar[int] = 8
-    """int32 numbers of each warp's copy of a ``TileRange``."""
 
     def merge_bytes(self, traits: Traits) -> int:
         """Shared memory for O and row statistics of all key groups except the first, in bytes."""
@@ -566,7 +559,7 @@ class KvcacheLargeTile(ForwardLargeTile):
     p_stages: int = choice(2, 1, 2)  # type: ignore[misc]
 
     compute_registers: ClassVar[int] = 224
-    load_registers: ClassVar[int] = 56  # the producer computes stream-K ranges and pages
+    load_registers: ClassVar[int] = 56  # the producer looks up pages
     min_blocks_per_sm: ClassVar[int] = 1
     share_qo_smem: ClassVar[bool] = False
     BROADCAST_START: ClassVar[int] = 448  # items with key ranges are twice as large
@@ -612,7 +605,7 @@ class KvcacheSm90Tile(ForwardSm90Tile):
 
     @property
     def load_registers(self) -> int:
-        """Registers per producer thread; the producer computes stream-K ranges and pages."""
+        """Registers per producer thread; the producer looks up pages."""
         return 56
 
     @property
@@ -628,7 +621,5 @@ class KvcacheSm90Tile(ForwardSm90Tile):
     def reasons(self, traits: Traits) -> Iterator[str | None]:
         alone = not self.half_registers or (self.warpgroups, self.blocks_per_sm) == (1, 1)
         yield self.unless(alone, "half_registers", f"with tile_m 64 and blocks_per_sm 1, for {traits}")
-        exact = traits.split != "stream_k" or not self.speculative
-        yield self.unless(exact, "speculative", f"false with split stream_k, for {traits}")
         yield pages_reason(self, traits)
         yield from super().reasons(traits)

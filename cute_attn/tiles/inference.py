@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 from cute_attn.tiles.base import Tile, areas_in_order, choice
 from cute_attn.traits import LARGE_HEAD_DIM, Traits, aligned_head_dim
@@ -69,11 +69,6 @@ class CombineTile(Tile):
         """This tile; above 256 columns, with ``unroll`` at most 4, because rows are longer."""
         return self if head_dim_v <= LARGE_HEAD_DIM else replace(self, unroll=min(self.unroll, 4))
 
-    @property
-    def most_partials(self) -> int:
-        """Maximum number of partial results per row."""
-        return MAX_PARTIALS
-
     def threads_per_row(self, traits: Traits) -> int:
         """Adjacent threads of a group that load a partial row: the number that leaves the fewest idle.
 
@@ -94,8 +89,8 @@ class CombineTile(Tile):
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         """Areas of LSEs, weights, and with several groups each group's sums of weighted rows and of weights."""
         sizes = {
-            "lse": 4 * self.rows * self.most_partials,
-            "weights": 4 * self.rows * self.most_partials,
+            "lse": 4 * self.rows * MAX_PARTIALS,
+            "weights": 4 * self.rows * MAX_PARTIALS,
             "sums": 4 * self.rows * self.groups * partial_columns(traits) if self.groups > 1 else 0,
             "totals": 4 * self.rows * self.groups if self.groups > 1 else 0,
         }
@@ -108,71 +103,16 @@ class CombineTile(Tile):
         yield self.unless_positive("rows", "groups", "unroll")
         alone = not (self.in_order and (self.groups > 1 or self.eager))
         yield self.unless(alone, "in_order", f"false with {self.groups} groups and eager={self.eager}")
-        yield None if self.num_threads(traits) <= 1024 else self._threads_refused(traits, "up to 1024")
-
-    def _threads_refused(self, traits: Traits, accepted: str) -> str:
-        return (
-            f"rows and groups are {self.rows} and {self.groups}, {self.num_threads(traits)} threads with "
-            f"{self.threads_per_row(traits)} for each; accepted: {accepted}"
-        )
+        if self.num_threads(traits) > 1024:
+            yield (
+                f"rows and groups are {self.rows} and {self.groups}, {self.num_threads(traits)} threads with "
+                f"{self.threads_per_row(traits)} for each; accepted: up to 1024"
+            )
 
 
 def _unroll(partials: int, groups: int) -> int:
     """Partial results that a thread loads at once, such that one or few rounds of loads suffice for a row."""
     return 16 if partials > 8 * groups else 8
-
-
-@dataclass(frozen=True)
-class CombineStreamKTile(CombineTile):
-    """Tile of the combine kernel after a kernel with stream-K.
-
-    Attributes:
-        tile_m, tile_n, pack_heads: the fields of these names in the tile of the kernel with stream-K.
-        by_range: each CTA belongs to a stream-K range and merges the work tile that starts but does not end in it.
-            Otherwise it belongs to a work tile. With many work tiles, most are not divided and need no CTA.
-        kernel_ctas: maximum number of that kernel's CTAs; each leaves one partial result per row. A lower maximum needs
-            less shared memory, so that combine CTAs can start while that kernel nearly fills the multiprocessors.
-    """
-
-    tile_m: int = 64
-    tile_n: int = 64
-    pack_heads: int = 1
-    by_range: bool = False
-    kernel_ctas: int = MAX_PARTIALS
-
-    @property
-    def most_partials(self) -> int:
-        return self.kernel_ctas
-
-    def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
-        """Areas of :class:`CombineTile`, and one for the work tile that the first warp found."""
-        areas = CombineTile.smem_areas(self, traits)
-        end = max(end for _, end in areas.values())
-        return areas | {"work_tile": (end, end + 32)}
-
-    @staticmethod
-    def after(tile: Any, traits: Traits, work_tiles: int, ctas: int, queries: int) -> "CombineStreamKTile":
-        """The tile after a kernel with ``tile``, whose ``ctas`` CTAs divide at most ``work_tiles`` work tiles.
-
-        queries: maximum per sequence. Each CTA must look up its work tile, so few CTAs with many rows are best.
-        """
-        partials = ctas // max(work_tiles, 1)
-        groups = next((n for n in (8, 4, 2) if partials >= 4 * n), 1)
-        of_tile = min(queries * tile.pack_heads, tile.tile_m)
-        rows, unroll = (1, _unroll(partials, groups)) if groups > 1 else (4 if of_tile <= 4 else 16, 4)
-        chosen = CombineStreamKTile(
-            rows, groups, unroll, True, tile.tile_m, tile.tile_n, tile.pack_heads, work_tiles > ctas, ctas
-        )
-        while chosen.num_threads(traits) % 32:
-            chosen = replace(chosen, rows=2 * chosen.rows)
-        return chosen.for_head_dim(traits.head_dim_v)
-
-    def reasons(self, traits: Traits) -> Iterator[str | None]:
-        yield self.unless_positive("tile_m", "tile_n", "pack_heads", "kernel_ctas")
-        divides = self.tile_m % self.pack_heads == 0
-        yield self.unless(divides, "pack_heads", f"divisors of tile_m, {self.tile_m}")
-        yield from super().reasons(traits)
-        yield self._threads_refused(traits, "whole warps of 32") if self.num_threads(traits) % 32 else None
 
 
 @dataclass(frozen=True)

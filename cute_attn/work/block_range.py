@@ -159,9 +159,9 @@ class Partials(NamedTuple):
 
     Attributes:
         out, lse: with the trait split "fixed" (num_splits, batch, seqlen_q, nheads, head_dim_v) and (num_splits, batch,
-            nheads, seqlen_q), where packed rows are one batch; with "stream_k" (2 * CTAs, tile_m, head_dim_v) and
-            (2 * CTAs, tile_m), where each index has the rows of one work tile, in the tile's order.
-        num_splits: number of splits per query block; unused with "stream_k".
+            nheads, seqlen_q), where packed rows are one batch. With "folded", out is each CTA's sum so far, (CTAs,
+            tile_m, head_dim_v), and lse is unused.
+        num_splits: number of splits per query block.
         split_keys: number of keys per split, a multiple of the tile's tile_n, or 0 for splits of equal size.
     """
 
@@ -176,7 +176,7 @@ class KeySplit:
     """The key blocks [begin, end) of a work tile, and the place of its result.
 
     Attributes:
-        partial: the index of the partial result, or -1 for a final result.
+        partial: the index of the partial result.
     """
 
     begin: Int32

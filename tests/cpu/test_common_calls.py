@@ -139,7 +139,7 @@ def test_rows_of_the_tables_are_kernels_that_fit(target):
 def test_a_bundle_of_all_has_each_kernel_once_and_they_fit(monkeypatch):
     monkeypatch.setattr(common_calls, "kernels", kernels)
     everything = common_calls.everything(["sm80"])
-    assert len(set(everything)) == len(everything) > 7000
+    assert len(set(everything)) == len(everything) > 3000
     assert {traits.dtype for traits, _, _ in everything} == {"bf16", "fp16", "fp32"}
     some = random.Random(0).sample(everything, 500)
     assert all(registry.lookup(*one).tile.reject(one[0], "sm80") is None for one in some)

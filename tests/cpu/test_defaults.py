@@ -18,7 +18,6 @@ PRODUCTS = {
     "sm80": (("mma.sync", "ldmatrix.sync", "cp.async.cg"), ("HMMA", "LDSM", "LDGSTS")),
     "sm90": (("wgmma.mma_async", "cp.async.bulk.tensor"), ("HGMMA", "UTMALDG")),
 }
-COMBINE = (("ld.global.v4", "ex2.approx", "st.global"), ("LDG", "LDS", "MUFU", "STG"))
 LISTS = (("vote.sync.ballot", "popc", "ld.global.b8", "st.global"), ("VOTE", "POPC", "LDG", "STG"))
 SPLIT = (("ld.global.v4", "redux.sync.max", "cvt.rn.f16", "st.global"), ("LDG", "REDUX", "STG"))
 OTHERS = {
@@ -26,7 +25,7 @@ OTHERS = {
     "backward_convert": (("ld.global", "ld.shared", "st.global"), ("LDG", "LDS", "STG")),
     "append": (("ld.global.v4", "st.global.v4"), ("LDG", "STG")),
     "block_kinds": (("st.global.b8",), ("STG",)),
-    **dict.fromkeys(("combine", "combine_stream_k"), COMBINE),
+    "combine": (("ld.global.v4", "ex2.approx", "st.global"), ("LDG", "LDS", "MUFU", "STG")),
     **dict.fromkeys(BLOCK_OPS[1:], LISTS),
     **dict.fromkeys(PADDED_TENSORS, (("ld.global", "st.global.v"), ("LDG", "STG"))),
     **dict.fromkeys(SPLIT_TENSORS, SPLIT),

@@ -49,14 +49,14 @@ FUNCTION, _ = epilogue_of(distance, None, torch.device("cpu"), torch.float32)
 WANTED = {
     "few-queries": (call(1024, 12928), "", "fixed"),
     "packed": (call(9, 54285, (8, 1), 256, batch=2, packed=True), "varlen-varlen_k", "fixed"),
-    "causal": (call(4992, 27583, (1, 1), causal=True), "causal", "stream_k"),
+    "causal": (call(4992, 27583, (1, 1), causal=True), "causal", "fixed"),
     "one-query": (call(1, 32768, (32, 8), 128), "", "fixed"),
     "few-rows-on-a-quarter": (call(1, 32768, (32, 8), 128, batch=4), "", "fixed"),
     "many-rows-on-half": (call(64, 30000, (32, 8), 128, batch=4), "", "fixed"),
     "window": (call(64, 32768, (8, 2), 128, batch=3, window=(20000, 0)), "window", "fixed"),
     "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "fixed"),
     "function": (call(1, 32768, (32, 8), 128, epilogues={FUNCTION: ()}), FUNCTION, "fixed"),
-    "an-idle-last-wave": (call(9216, 40832, (2, 1), 256), "", "stream_k"),
+    "an-idle-last-wave": (call(9216, 40832, (2, 1), 256), "", "fixed"),
     "bias": (call(1, 8192, (32, 8), 128, bias=torch.empty(1, 1, 1, 8192).bfloat16()), "bias_bf16", "fixed"),
 }
 
@@ -73,15 +73,6 @@ def test_few_work_tiles_are_divided(name):
     assert kernel.tile.reject(kernel.traits, "sm90") is None
     assert split_kv._partial_shapes(cached, kernel, found, PROCESSORS)[0][-1] == params.v.shape[-1]
     assert cached.output_shapes() == params.output_shapes()
-
-
-def test_stream_k_divides_packed_keys_of_unlike_lengths():
-    """Whole work tiles of the longest sequence would end last; where all are as long, nothing is divided."""
-    alike = call(1882, 30732, (3, 3), 64, batch=12, packed=True, causal=True)
-    alike = alike._replace(q=alike.q[:8000])
-    unlike = alike._replace(k=alike.k[:128000], v=alike.v[:128000])
-    found = [split_kv.choose_kernel(split_kv.as_cache(x), "sm90", PROCESSORS)[1] for x in (alike, unlike)]
-    assert [(split.how, split.num_splits) for split in found] == [("", 1), ("stream_k", 1)]
 
 
 UNWANTED = {
@@ -113,7 +104,7 @@ def test_a_class_is_not():
 
 
 LAUNCHED = {
-    "stream_k": call(3, 4200, (4, 2), batch=2, causal=True),
+    "batched": call(3, 4200, (4, 2), batch=2, causal=True),
     "fixed": call(2, 5000, (2, 1)),
     "function": call(2, 5000, (2, 1), epilogues={FUNCTION: ()}),
     "bias": call(3, 4200, (4, 2), batch=2, bias=torch.linspace(-3, 3, 6 * 4200).half().view(2, 1, 3, 4200)),
@@ -176,6 +167,6 @@ def test_the_same_bits_of_latent_values_have_a_plan_of_their_own(monkeypatch):
 def test_ampere_keeps_its_forward():
     params = call(1, 8192)
     assert not split_kv.is_wanted(params, choose_kernel(params, "sm80"), "sm80", PROCESSORS)
-    traits = split_kv.traits_of(split_kv.as_cache(call(1, 8192, packed=True)), "sm80", "stream_k")
+    traits = split_kv.traits_of(split_kv.as_cache(call(1, 8192, packed=True)), "sm80", "fixed")
     with pytest.raises(registry.Unsupported, match="varlen_k is True"):
         registry.lookup(traits)

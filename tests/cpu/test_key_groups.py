@@ -104,7 +104,7 @@ def test_results_have_memory_beside_the_queries(groups, warps, rows, name):
     ],
 )
 def test_few_rows_have_warps_along_the_keys(seqlen_q, group, rows, heads, groups):
-    kernel = registry.lookup(Traits.parse("kvcache-sm80-bf16-d128-seqused_k-split_stream_k"), None, "sm90")
+    kernel = registry.lookup(Traits.parse("kvcache-sm80-bf16-d128-seqused_k-split_fixed"), None, "sm90")
     tile = kernel.for_cache(CacheCall(seqlen_q, 4096, group), "sm90").tile
     assert (tile.tile_m, tile.pack_heads, tile.key_groups, tile.blocks_per_sm) == (rows, heads, groups, 2)
     in_flight = (tile.num_stages - 1) * tile.tile_n * 512 * tile.blocks_per_sm

@@ -22,9 +22,7 @@ SMALL = [
     Shape("deterministic", GROUPED),
     Shape("decode", Row(2, 4096)),
     Shape("decode", Row(1, 4096, page=16, causal=True, queries=64, head_dim=64, dtype="fp16")),
-    Shape(
-        "decode", Row(40, 2000, causal=True, queries=64)
-    ),  # whose keys are not divided, by a tile that stream-K lacks
+    Shape("decode", Row(40, 2000, causal=True, queries=64)),  # whose keys are not divided
     Shape("append", Row(2, 1024, append=2, queries=2, causal=True)),
     Shape("functions", Workload(1, 256, 4, 128, op="backward"), "capped"),
     Shape("masks", Workload(1, 400, 4, 128), "sliding"),

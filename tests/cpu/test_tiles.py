@@ -203,8 +203,7 @@ def test_a_default_tile_fits(target, value):
 @given(tiles, forwards)
 def test_shared_memory_does_not_overlap(tile, value):
     areas = tile.smem_areas(value)
-    assert all(start % 1024 == 0 for name, (start, _) in areas.items() if name != "tile_range")
-    assert areas["stats"][1] <= areas["tile_range"][0] and areas["tile_range"][0] % 4 == 0
+    assert all(start % 1024 == 0 for start, _ in areas.values())
     inputs = [areas[name] for name in ("q", "k", "v")]
     for first, second in itertools.combinations([*inputs, areas["stats"]], 2):
         assert first[1] <= second[0] or second[1] <= first[0]

@@ -1,6 +1,5 @@
 """Attention of few queries with many keys divides them among CTAs: results and gradients as without."""
 
-import random
 from itertools import accumulate
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from cute_attn import attention, attention_varlen
 from cute_attn.host import plans
-from tests.divided_keys import Line
 from tests.gpu.archs import runnable_archs
 from tests.gpu.compare import int32, randn, with_gradients
 
@@ -100,18 +98,3 @@ def test_packed(causal):
 @ON_HOPPER
 def test_gradients():
     check_gradients(tensors((1, 64, 4, 64), *[(1, 6000, 2, 64)] * 2), causal=True)
-
-
-# ---- stream-K ranges of all key blocks, by a warp ----
-
-
-@pytest.mark.parametrize("kind", ["none", "causal", "window"])
-@pytest.mark.parametrize("batch", [1, 31, 32, 33, 100])
-def test_a_warp_finds_what_a_thread_finds(batch, kind):
-    pick = random.Random(batch)
-    for overhead, ctas in ((0, 132), (3, 7), (2, 264)):
-        lengths = [(pick.choice((0, 1, 1, 17)), pick.randint(0, 900)) for _ in range(batch)]
-        line = Line(kind, overhead, lengths, 2, ctas, device="cuda")
-        line.check()
-        host = Line(kind, overhead, lengths, 2, ctas)
-        assert line.ranges == host.ranges and line.found == host.found

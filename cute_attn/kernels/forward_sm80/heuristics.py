@@ -122,7 +122,7 @@ def _candidates(traits: Traits, target: str) -> Iterator[list[ForwardSm80Tile]]:
         if single:
             keys = 64 if d <= 64 else 32 if d <= 128 else 16
         fewest = max(16 * groups, min(keys, 32))
-        crowded = traits.tree or traits.paged or traits.bias or traits.epilogues or traits.split == "stream_k"
+        crowded = traits.tree or traits.paged or traits.bias or traits.epilogues
         q_in_regs = not single and d <= 128 and not (rows == 64 and crowded)
         unroll = (2 if d <= 128 else 1) if single else (0 if d <= 128 else 4)
         yield [

@@ -335,7 +335,6 @@ class ForwardSm80(AttentionKernel):
             cute.make_tensor(area("o", self.dtype), self.smem_layout(tile.tile_m, dv, self.numbers)),
             area("stats", Float32),
             area("merge", Float32),
-            area("tile_range", Int32),
             p,
             exchange,
         )

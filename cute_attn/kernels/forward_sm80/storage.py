@@ -53,7 +53,6 @@ class SharedMemory:
     o: cute.Tensor
     stats: cute.Pointer  # fp32: row statistics of all threads
     merge: cute.Pointer  # fp32: results of all groups but the first one
-    tile_range: cute.Pointer  # int32: each warp's copy of a ``TileRange``, in attention with a cache
     p: cute.Tensor | None = None  # (tile_m, tile_n, 1), where warps divide columns, and
     exchange: cute.Tensor | None = None  # (tile_m, warps_n) fp32
 

@@ -116,7 +116,7 @@ class CacheScoreResults:
     def store(self, loop: CacheScoreLoop) -> None:
         """Publish the factors that normalize O; store LSE and the first half of O's columns."""
         kernel, fragments, thread = loop.kernel, loop.thread.fragments, rematerialize(loop.thread.index)
-        lse = loop.finish_rows(self.results.sinks(loop, thread))
+        lse = loop.finish_rows(loop.sinks(self.results.params, thread))
         if loop.blocks.begin < loop.blocks.end:
             loop.publish_factors(kernel.score_map(thread))
         multiply_rows(fragments.acc_o_rows, fragments.factors)

@@ -1,6 +1,6 @@
 """Default tiles of the Ampere forward for attention with a cache, from ``tiles.csv``.
 
-They have fewer keys than the forward's, since pages and stream-K need registers too.
+They have fewer keys than the forward's, since pages need registers too.
 """
 
 import dataclasses

@@ -5,15 +5,14 @@ The main loop of :mod:`cute_attn.kernels.forward_sm80.main_loop` with these diff
 - Keys and values come from a cache: contiguous entries, or pages of any size, row by row. Lengths are read on the
   device. Key indices are rows of an entry; leftpad is the first key that a query may see.
 - Keys of a query block may be divided among CTAs. With split "fixed" each query block has the same number of splits, or
-  splits of the same number of keys, and a CTA for each. With "stream_k" the grid is fixed, and all key blocks are
-  divided equally among its CTAs (:mod:`cute_attn.work.stream_k`). The combine kernel merges partial results.
+  splits of the same number of keys, and a CTA for each. The combine kernel merges partial results.
 - O is stored from registers: few rows exist in decoding.
 - With an ``alignment``, rows start at multiples of 8 or 4 bytes, the size of a cp.async, or at any 16-bit element. In
   the last case elements pass through registers, and a key block's loads do not overlap the products.
 
 For few rows, groups of warps divide the keys (``key_groups``). Each group reads only its keys, so that shared memory
 is read once whatever the number of groups. Follows FlashDecoding (Dao et al. 2023,
-https://pytorch.org/blog/flash-decoding/) and stream-K.
+https://pytorch.org/blog/flash-decoding/).
 
 In fp32, both products split their operands into tf32 terms in registers; the cache is neither copied nor split.
 
@@ -28,14 +27,14 @@ from typing import Any, ClassVar
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, cute
+from cutlass import Constexpr, Float32, Int32, Int64, cute
 
 import layouts
 from cute_attn.device.copy import RowCopy, store_elements
 from cute_attn.device.key_rows import KeyRows
 from cute_attn.device.math import rematerialize
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.device.seqlen import SeqlenInfo, Seqlens, sequence, warm_lengths
+from cute_attn.device.seqlen import Seqlens, sequence
 from cute_attn.epilogues.chain import ScoreState
 from cute_attn.kernels import fakes
 from cute_attn.kernels.base import beyond_cache
@@ -50,8 +49,7 @@ from cute_attn.tiles import ForwardSm80Tile, padded
 from cute_attn.tiles.inference import CacheCall
 from cute_attn.traits import DTYPES, LARGE_HEAD_DIM, MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 from cute_attn.work.block_range import BlockRange, KeySplit, Partials
-from cute_attn.work.query_tiles import PackedHeads, QueryGrid, QueryTile
-from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
+from cute_attn.work.query_tiles import QueryGrid, QueryTile
 
 
 @dataclass(frozen=True)
@@ -71,53 +69,15 @@ class CacheParams:
     nheads: Int32
     batch: Int32
     grid: QueryGrid
-    packs: PackedHeads
     partials: Partials | None
     splits: cute.FastDivmodDivisorV2 | None  # number of splits of a query block, with split "fixed"
-
-
-@dataclass(frozen=True)
-class KeptRange:
-    """A ``TileRange`` in shared memory, one copy per warp, to free registers while its key blocks are visited."""
-
-    numbers: cute.Tensor  # int32 (8,)
-
-    @staticmethod
-    def of(tile: ForwardSm80Tile, start: cute.Pointer) -> "KeptRange":
-        """The running warp's copy; ``start``: address of all warps' copies."""
-        own = start + tile.RANGE_NUMBERS * cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return KeptRange(cute.make_tensor(own, cute.make_layout(tile.RANGE_NUMBERS)))
-
-    @cute.jit
-    def store(self, tile_range: TileRange, index: Int32) -> None:
-        """Store, by a whole warp: the work tile, where the next one starts, and the partial result's index or -1."""
-        partial = cutlass.select_(tile_range.whole, Int32(-1), tile_range.partial(index))
-        cute.arch.sync_warp()  # all lanes have read the last one
-        if cute.arch.lane_idx() == 0:
-            self.numbers[0], self.numbers[1], self.numbers[2] = (
-                tile_range.batch,
-                tile_range.head,
-                tile_range.m_block,
-            )
-            self.numbers[3], self.numbers[4] = tile_range.next, partial
-        cute.arch.sync_warp()
-
-    def load(self) -> TileRange:
-        """Load the work tile and where the next one starts; the result has no key blocks."""
-        zero, no = Int32(0), Boolean(False)
-        batch, head, m_block, after = (self.numbers[i] for i in range(4))
-        return TileRange(batch, head, m_block, zero, zero, no, no, after)
-
-    def partial(self) -> Int32:
-        """The index of the partial result, or -1."""
-        return self.numbers[4]
 
 
 @dataclass(frozen=True)
 class BoundedFp32Products(Fp32Products):
     """The forward's fp32 products, with sums of only one group of O's columns in flight at a time.
 
-    Packed heads, pages and stream-K leave no registers for more groups.
+    Packed heads and pages leave no registers for more groups.
     """
 
     ahead: ClassVar[int] = 1
@@ -183,23 +143,20 @@ class KvcacheSm80(ForwardSm80):
         partials: fakes.PartialResults,
         stream: cuda.CUstream,
     ) -> None:
-        tile, split = self.tile, self.traits.split
+        tile = self.tile
         batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2], mK.shape[-2]
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv, tile.pack_heads)
-        packs = PackedHeads.make(nheads // cutlass.max(nheads_kv, 1), nheads_kv, tile.pack_heads)
         blocks, splits = m_blocks * grid.planes * batch, None
-        if cutlass.const_expr(split == "fixed"):
+        if cutlass.const_expr(self.traits.split == "fixed"):
             blocks *= partials.num_splits  # type: ignore[union-attr]
             splits = cute.FastDivmodDivisorV2(partials.num_splits)  # type: ignore[union-attr]
-        elif cutlass.const_expr(split == "stream_k"):
-            blocks = Int32(partials.out.shape[0]) // 2  # type: ignore[union-attr]
         # A kernel argument needs no register. With softcap, score_args[0] is the cap.
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         params = CacheParams(
             *(mQ, mK, mV, mO, mLSE, seqlens, KeyRows.make(mK, tables)),
             *(softmax_scale, scale_log2, score_args, nheads, batch),
-            *(grid, packs, partials, splits),
+            *(grid, partials, splits),
         )
         self.kernel(params).launch(
             grid=[blocks, 1, 1],
@@ -215,14 +172,6 @@ class KvcacheSm80(ForwardSm80):
     def kernel(self, params: CacheParams) -> None:
         group = KeyGroup.of(self.tile, cute.arch.thread_idx()[0])
         shared = self.shared_memory(group)
-        if cutlass.const_expr(self.traits.split == "stream_k"):
-            self.run_stream_k(params, shared, group)
-        else:
-            self.run_tile(params, shared, group)
-
-    @cute.jit
-    def run_tile(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
-        """Compute the CTA's work tile, or one split of it."""
         index, split = cute.arch.block_idx()[0], Int32(0)
         if cutlass.const_expr(self.traits.split == "fixed"):
             index, split = divmod(index, params.splits)
@@ -239,72 +188,13 @@ class KvcacheSm80(ForwardSm80):
     @cute.jit
     def finish_tile(self, params: CacheParams, loop: MainLoop, tile: QueryTile, split: Int32) -> None:
         """Store the result of a work tile or of a split."""
-        varlen = self.traits.varlen
-        if cutlass.const_expr(self.traits.split == "fixed"):
-            target = RowTarget.split(params.partials, split, tile, varlen)
-        else:
-            target = self.result_rows(params, tile)
-        self.store(loop, tile, self.normalize(params, loop, tile, None), target)
-
-    @cute.jit
-    def run_stream_k(self, params: CacheParams, shared: SharedMemory, group: KeyGroup) -> None:
-        """Compute the CTA's stream-K range, work tile by work tile."""
-        mask, queries = self.epilogues.mask, self.tile.queries
-        visible = VisibleBlocks(params.seqlens, params.score_args[1], mask, queries, self.tile.tile_n)
-        packs = params.packs.per_sequence.divisor
-        warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
-        line = StreamK.make(
-            visible, params.batch, packs, cute.arch.grid_dim()[0], cute.arch.lane_idx(), OVERHEAD
-        )
-        index = line.range_of_cta(cute.arch.block_idx()[0])
-        position, end = line.begin(index), line.begin(index + 1)
-        if position < end:
-            tile_range = line.range_at(position, end)
-            more = Boolean(True)
-            while more:
-                if tile_range.whole | (tile_range.begin < tile_range.end):
-                    kept = KeptRange.of(self.tile, shared.tile_range)
-                    kept.store(tile_range, index)
-                    loop = self.attend_range(params, shared, group, tile_range)
-                    cute.arch.barrier()  # Q, K and V have been read and results merged: the next tile may load
-                    if group.is_first:
-                        self.finish_range(params, loop, kept)
-                    tile_range = kept.load()
-                more = tile_range.next < end
-                if more:
-                    tile_range = line.following(tile_range, end)
-
-    def attend_range(
-        self, params: CacheParams, shared: SharedMemory, group: KeyGroup, tile_range: TileRange
-    ) -> MainLoop:
-        """Compute attention of a work tile with the key blocks of a ``TileRange``."""
-        tile = self.tile_of_range(params, tile_range)
-        state, blocks = self.visible(params, tile)
-        blocks = blocks.clipped(blocks.begin + tile_range.begin, blocks.begin + tile_range.end)
-        return self.attend(params, shared, group, tile, state, blocks)
-
-    def tile_of_range(self, params: CacheParams, tile_range: TileRange) -> QueryTile:
-        """The work tile of ``tile_range``; ``tile_range.head`` is a pack of heads."""
-        batch, pack, row0 = (
-            cute.arch.make_warp_uniform(x)
-            for x in (tile_range.batch, tile_range.head, tile_range.m_block * self.tile.queries)
-        )
-        return params.packs.tile(row0, pack, batch, SeqlenInfo.read(params.seqlens, batch))
-
-    @cute.jit
-    def finish_range(self, params: CacheParams, loop: MainLoop, kept: KeptRange) -> None:
-        """Store the result of a ``TileRange``, directly if it has all key blocks of its work tile."""
-        tile, partial = self.tile_of_range(params, kept.load()), kept.partial()
-        lse = self.normalize(params, loop, tile, partial < 0)
-        if partial < 0:
-            self.store(loop, tile, lse, self.result_rows(params, tile))
-        else:
-            self.store(loop, tile, lse, RowTarget.stream_k(params.partials, partial, self.tile.pack_heads))
-
-    def result_rows(self, params: CacheParams, tile: QueryTile) -> RowTarget:
-        """The rows of the results that belong to a work tile."""
         traits = self.traits
-        return RowTarget.whole(params.mO, params.mLSE, tile, traits.varlen, min(traits.row_alignment, 2))
+        if cutlass.const_expr(traits.split == "fixed"):
+            target = RowTarget.split(params.partials, split, tile, traits.varlen)
+        else:
+            width = min(traits.row_alignment, 2)
+            target = RowTarget.whole(params.mO, params.mLSE, tile, traits.varlen, width)
+        self.store(loop, tile, self.normalize(params, loop, tile), target)
 
     def attend(
         self,
@@ -356,14 +246,10 @@ class KvcacheSm80(ForwardSm80):
         rows = self.tile.group_keys // cute.size(copy.tiled_copy.tiler_mn[0])
         return cute.make_rmem_tensor(cute.make_layout(rows), Int32)
 
-    def normalize(
-        self, params: CacheParams, loop: MainLoop, tile: QueryTile, whole: Boolean | None
-    ) -> cute.Tensor:
-        """Normalise O; returns LSE. ``whole`` results get their sinks here, partial results when they are merged."""
+    def normalize(self, params: CacheParams, loop: MainLoop, tile: QueryTile) -> cute.Tensor:
+        """Normalise O; returns LSE. Partial results get their sinks when they are merged."""
         chain, own = self.epilogues, self.output_map(loop)
         sinks = chain.sinks_of_rows(params.score_args, tile.head, tile.heads_left, own)
-        if sinks and whole is not None:
-            sinks = tuple(cutlass.select_(whole, sink, -Float32.inf) for sink in sinks)
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(loop.acc_o_rows, mode=[0])), Float32)
         softmax = loop.stored_softmax(loop.thread).load_stats()
         if cutlass.const_expr(self.tile.warps_n > 1):

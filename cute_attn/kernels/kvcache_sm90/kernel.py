@@ -1,14 +1,12 @@
 """The Hopper forward for attention with a cache of keys and values.
 
-The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with four differences, each an object of ``roles.py``:
+The roles of :mod:`cute_attn.kernels.forward_sm90.kernel` with four differences:
 
 - ``CacheLoads``: keys and values come from a cache, or are packed sequences. A cache has contiguous entries, or pages
   that TMA loads in boxes of 8 rows or more; the Ampere kernel loads other pages. Lengths are read on the device. Key
   indices are rows of an entry; leftpad is the first key that a query may see.
-- ``StreamKProducer``: keys of a query block may be divided among CTAs. With split "stream_k" the grid is the
-  CTAs that fit the GPU at once, and all key blocks are divided equally among them
-  (:mod:`cute_attn.work.stream_k`). With "fixed" each query block has the same number of splits, or splits of the same
-  number of keys, and CTAs claim them. The combine kernel merges partial results.
+- ``KeySplit``: keys of a query block may be divided among CTAs. With split "fixed" each query block has the same number
+  of splits, or splits of the same number of keys, and CTAs claim them. The combine kernel merges partial results.
 - ``FoldedConsumer``: with split "folded" a CTA computes all keys, and adds up the results of splits of a fixed size.
 - ``CacheResults``: O is stored from registers, since few rows exist in decoding.
 
@@ -36,7 +34,7 @@ from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile
-from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, FoldedConsumer, StreamKProducer
+from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, FoldedConsumer
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EVICT_FIRST, EVICT_NORMAL, EntryTiles, PagedTiles
 from cute_attn.tiles import KvcacheSm90Tile, padded
@@ -103,13 +101,11 @@ class KvcacheSm90(ForwardSm90):
             self.cached_values(load, mV, policy),
             None,
         )
-        ctas = tile.blocks_per_sm * schedule.multiprocessors
-        splits, grid = None, ctas
+        splits, work_items = None, order.total
         if cutlass.const_expr(traits.split == "fixed"):
             splits = cute.FastDivmodDivisorV2(partials.num_splits)  # type: ignore[union-attr]
-            grid = cutlass.min(ctas, order.total * partials.num_splits)  # type: ignore[union-attr]
-        elif cutlass.const_expr(not traits.divides_keys):
-            grid = cutlass.min(ctas, order.total)
+            work_items *= partials.num_splits  # type: ignore[union-attr]
+        grid = cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, work_items)
         params = ForwardParams(
             seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2],
             KeyRows.make(mK, tables), seqlens.batch(mQ), splits, partials,
@@ -150,11 +146,7 @@ class KvcacheSm90(ForwardSm90):
 
     @cute.jit
     def produce(self, params: ForwardParams, storage: ForwardStorage, inputs: ForwardInputs) -> None:
-        producer = Producer(self, params, storage, self.loads(inputs, storage, params))
-        if cutlass.const_expr(self.traits.split == "stream_k"):
-            StreamKProducer(producer).run()
-        else:
-            producer.run()
+        Producer(self, params, storage, self.loads(inputs, storage, params)).run()
 
     @property
     def consumer(self) -> type[Consumer]:

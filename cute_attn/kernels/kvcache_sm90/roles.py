@@ -1,4 +1,4 @@
-"""Objects that fit the Hopper forward's roles to a cache: loads of key blocks, stream-K ranges, stores of results."""
+"""Objects that fit the Hopper forward's roles to a cache: loads of key blocks, folded splits, stores of results."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,20 +9,17 @@ from cutlass import Boolean, Constexpr, Float32, Int32, cute
 from cute_attn.device.math import optimization_barrier, rematerialize
 from cute_attn.device.pipeline import WARPGROUP
 from cute_attn.device.score_tile import ScoreMap
-from cute_attn.device.seqlen import warm_lengths
 from cute_attn.epilogues.softmax import OnlineSoftmax
 from cute_attn.kernels.forward_sm90.consumer import Consumer, MainLoop
-from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD, Producer
+from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage, PipelineState
 from cute_attn.outputs.fold import Fold, RowSums
 from cute_attn.outputs.partial import RowTarget, store_rows
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.tiles import padded
 from cute_attn.tiles.inference import FOLDED_KEYS
-from cute_attn.work.block_range import BlockRange, KeySplit
-from cute_attn.work.broadcast import WorkItem
+from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
-from cute_attn.work.stream_k import OVERHEAD, StreamK, TileRange, VisibleBlocks
 
 
 @dataclass(frozen=True)
@@ -69,49 +66,6 @@ class CacheLoads:
 
 
 @dataclass(frozen=True)
-class StreamKProducer:
-    """The producer warp with split "stream_k": it loads the work tiles of the CTA's stream-K range."""
-
-    producer: Producer
-
-    @cute.jit
-    def run(self) -> None:
-        """Broadcast each work tile of the range, and load those of its key blocks that are in the range."""
-        kernel, params, work = self.producer.kernel, self.producer.params, self.producer.storage.work
-        ctas, order = cute.arch.grid_dim()[0], params.order
-        sizes = kernel.tile.queries, kernel.tile.tile_n
-        blocks = VisibleBlocks(params.seqlens, params.score_args[1], kernel.epilogues.mask, *sizes)
-        warm_lengths(params.seqlens, params.batch, cute.arch.lane_idx())
-        line = StreamK.make(blocks, params.batch, order.packs.divisor, ctas, cute.arch.lane_idx(), OVERHEAD)
-        index = line.range_of_cta(cute.arch.block_idx()[0])
-        position, end, n = line.begin(index), line.begin(index + 1), Int32(0)
-        pipeline_state = PipelineState(Int32(0), Int32(0))
-        if position < end:
-            tile_range = line.range_at(position, end)
-            more = Boolean(True)
-            while more:
-                if (tile_range.begin < tile_range.end) | tile_range.whole:
-                    tile = self.tile_of_range(tile_range, index)
-                    work.publish(n, WorkItem(Int32(0), tile.row0, tile.head, tile.batch, tile.split))
-                    n += 1
-                    pipeline_state, _ = self.producer.load(tile, pipeline_state, None)
-                more = tile_range.next < end
-                if more:
-                    tile_range = line.following(tile_range, end)
-        work.publish_end(n, Boolean(False))
-
-    def tile_of_range(self, tile_range: TileRange, index: Int32) -> QueryTile:
-        """The work tile of ``tile_range`` with its key blocks in the range; ``tile_range.head`` is a pack of heads."""
-        params = self.producer.params
-        head = params.order.first_head(tile_range.head)
-        row0 = tile_range.m_block * self.producer.kernel.tile.queries
-        tile = params.order.of(row0, head, tile_range.batch, params.seqlens)
-        first = self.producer.blocks_of(tile).begin
-        partial = cutlass.select_(tile_range.whole, Int32(-1), tile_range.partial(index))
-        return replace(tile, split=KeySplit(first + tile_range.begin, first + tile_range.end, partial))
-
-
-@dataclass(frozen=True)
 class CacheResults:
     """Stores O and LSE from registers to the results, or to partial results if keys are divided."""
 
@@ -127,22 +81,13 @@ class CacheResults:
             kernel.mma_pv(), kernel.tile.tile_m, dim, thread, heads=kernel.tile.pack_heads
         )
         lse = cute.make_rmem_tensor(cute.make_layout(cute.size(acc, mode=[0])), Float32)
-        sinks = self.sinks(loop, thread)
+        sinks: Any = loop.sinks(self.params, thread)
         if cutlass.const_expr(kernel.traits.split == "folded"):
             loop.finish(lse, sinks)  # type: ignore[attr-defined]
         else:
             loop.softmax.normalize(acc, lse, kernel.epilogues.rescale(loop.state), sinks)
         self.write(kernel, tile, acc, lse, score_map)
         kernel.epilogues.store_maxima(loop.state, loop.softmax.seen, kernel.score_map(thread), tile.row0)
-
-    @cute.jit
-    def sinks(self, loop: MainLoop, thread: Int32) -> Any:
-        """The attention sink of each row of ``thread``, or None; partial results get theirs when they are merged."""
-        found: Any = loop.sinks(self.params, thread)
-        split: Any = loop.query_tile.split
-        if cutlass.const_expr(found is not None and loop.kernel.traits.split == "stream_k"):
-            found = tuple(cutlass.select_(split.partial < 0, sink, -Float32.inf) for sink in found)
-        return found
 
     @cute.jit
     def write(
@@ -154,21 +99,13 @@ class CacheResults:
         score_map: ScoreMap,
     ) -> None:
         """Write normalised O, and LSE unless it is None, to the results or to partial results."""
-        outputs, partials, traits = self.outputs, self.params.partials, kernel.traits
-        split: Any = tile.split
-        heads, dim = kernel.tile.pack_heads, traits.head_dim_v
-        whole = RowTarget.whole(outputs.mO, outputs.mLSE, tile, traits.varlen)
-        if cutlass.const_expr(traits.split == "stream_k"):
-            if split.partial < 0:
-                store_rows(whole, acc, lse, score_map, tile, dim)
-            else:
-                target = RowTarget.stream_k(partials, split.partial, heads)
-                store_rows(target, acc, lse, score_map, tile, dim)
-        elif cutlass.const_expr(traits.split == "fixed"):
-            target = RowTarget.split(partials, split.partial, tile, traits.varlen)
-            store_rows(target, acc, lse, score_map, tile, dim)
+        outputs, traits = self.outputs, kernel.traits
+        if cutlass.const_expr(traits.split == "fixed"):
+            split: Any = tile.split
+            target = RowTarget.split(self.params.partials, split.partial, tile, traits.varlen)
         else:
-            store_rows(whole, acc, lse, score_map, tile, dim)
+            target = RowTarget.whole(outputs.mO, outputs.mLSE, tile, traits.varlen)
+        store_rows(target, acc, lse, score_map, tile, traits.head_dim_v)
 
 
 @dataclass(frozen=True)
