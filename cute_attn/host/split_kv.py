@@ -27,7 +27,6 @@ from cute_attn.host.checks import (
     check_append_for_kernels,
     check_attention,
     check_count,
-    check_query_blocks,
 )
 from cute_attn.host.choose import check_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
@@ -37,8 +36,6 @@ from cute_attn.tiles import padded
 from cute_attn.tiles.inference import FOLDED_KEYS, MAX_PARTIALS, CacheCall, CombineTile
 from cute_attn.traits import LARGE_HEAD_DIM, ROW_BYTES, Traits, aligned_head_dim
 
-EVEN = 8
-"""Minimum keys per query with which a mask leaves a sequence's query blocks nearly equal numbers of keys."""
 BOX_ROWS = 8
 """TMA loads pages with a multiple of this many rows, the period of a swizzle. Ampere kernels load other pages."""
 FEW_BYTES = 2 << 20
@@ -63,19 +60,12 @@ MANY_MERGED = 4096
 """Minimum rows of a call for which a CTA of the combine kernel with ``in_order`` merges several rows."""
 
 # For calls without a cache:
-FEW_TILES, LEAST_NUMBERS = 0.5, 1 << 18
-"""Maximum work tiles per multiprocessor, and minimum elements of K and V that a query sees (those of 1,024 keys of head
-dim 128), for a split to pay for a second launch."""
-FEW_READING = 0.45
-"""Maximum work tiles per multiprocessor with few rows per key head, for which a split pays: so many CTAs of the forward
-read nearly as fast as all that a split has, without the second launch."""
-FEW_PACKED = 1.0
-"""Maximum work tiles per multiprocessor with few queries of packed sequences: they do not end together, since lengths
-differ."""
+PAYS = 0.525
+"""Maximum estimate with splits over that without: the forward's CTAs read faster than the estimate if they are few."""
+MOST_ROWS = 128
+"""Maximum rows of a work tile."""
 FEW_BIASED = 128
 """Maximum rows per key head with a bias for a split to pay. TMA loads a forward's bias, threads that of a cache."""
-LAST_WAVE, MANY_KEYS = 1.5, 16384
-"""For more work tiles: minimum ratio of rounded-up to exact waves, and minimum keys, for a split to pay."""
 
 
 @dataclass(frozen=True)
@@ -236,22 +226,12 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return False
     if call.bias is not None and call.longest[0] * call.group > FEW_BIASED:
         return False
-    seen = min(call.longest[1], call.window or call.longest[1])
-    if seen * (call.q.shape[-1] + call.v.shape[-1]) < LEAST_NUMBERS:
+    if math.prod(call.q.shape[:-1]) > MOST_ROWS * multiprocessors:  # no split pays; finding that out would take time
         return False
-    # Work tiles are counted with a large call's tile: `kernel` may have fewer rows because the call is small.
-    large = registry.lookup(kernel.traits, None, target)
-    large = large.for_lengths(*call.longest, call.group, target, window=call.window)
-    waves = check_query_blocks(call, large) / multiprocessors
-    unlike = call.varlen and call.longest[1] >= EVEN * call.longest[0]
-    few_rows = kernel.tile.tile_m == 64 >= call.longest[0] * call.group and not unlike
-    if few_rows and FEW_READING < waves <= kernel.tile.blocks_per_sm:
-        return False
-    if waves <= (FEW_PACKED if unlike else FEW_TILES):
-        return True
-    # Under a causal mask the shortest work tiles come last, and leave little idle.
-    equal = not kernel.traits.causal or call.longest[1] >= 2 * call.longest[0]
-    return equal and seen >= MANY_KEYS and math.ceil(waves) >= LAST_WAVE * waves
+    cached = as_cache(call)
+    divided, split = choose_kernel(cached, target, multiprocessors)
+    costs = _costs(cached, divided.tile, multiprocessors)
+    return split.num_splits > 1 and costs[split.num_splits] <= PAYS * costs[1]
 
 
 # ---- the kernel and how keys are divided ----
@@ -386,27 +366,37 @@ def _split_in_order(call: Call, tile: Any, processors: int) -> Split:
 def _best_split(call: Call, tile: Any, processors: int) -> Split:
     """The split of a call that does not set ``num_splits``: the even one with the shortest estimated time.
 
-    All CTAs are taken to read at equal speed, and all sequences to be as long as the longest may be. Where lengths may
-    differ, and more splits cost little, a long sequence has more, so that no CTA reads it alone at the end.
+    Where lengths may differ, and more splits cost little, a long sequence has more: no CTA reads it alone at the end.
+    """
+    costs = _costs(call, tile, processors)
+    splits = min(costs, key=costs.__getitem__)
+    differ = call.batch > 1 and (call.lengths is not None or call.cu_seqlens_k is not None)
+    if differ and min(call.longest[0] * call.group, tile.tile_m) <= FEW_ROWS:
+        enough = max(splits, -(-_seen(call, tile) * _key_bytes(call) // LONGEST_SPLIT))
+        splits = max(n for n in costs if n <= enough and costs[n] <= UNLIKE * costs[splits])
+    return Split("fixed", splits) if splits > 1 else Split()
+
+
+def _seen(call: Call, tile: Any) -> int:
+    """Maximum keys that a work tile sees."""
+    return min(call.longest[1], call.window + tile.queries) if call.window else call.longest[1]
+
+
+def _costs(call: Call, tile: Any, processors: int) -> dict[int, int]:
+    """Estimated time by number of even splits, in bytes that a CTA reads meanwhile.
+
+    All CTAs are taken to read at equal speed, and all sequences to be as long as the longest may be.
     """
     ctas, count = tile.blocks_per_sm * processors, work_tiles(call, tile)
-    seqlen_q, seqlen_k = call.longest
-    seen = min(seqlen_k, call.window + tile.queries) if call.window else seqlen_k
-    blocks, bytes_of_block = -(-seen // tile.tile_n), tile.tile_n * _key_bytes(call)
-    rows = min(seqlen_q * call.group, tile.tile_m)
-    partial = 4 * rows * call.v_cache.shape[-1]
+    blocks, bytes_of_block = -(-_seen(call, tile) // tile.tile_n), tile.tile_n * _key_bytes(call)
+    partial = 4 * min(call.longest[0] * call.group, tile.tile_m) * call.v_cache.shape[-1]
     most = max(min(blocks // LEAST_BLOCKS, MOST_WAVES * ctas // count, MOST_SPLITS), 1)
 
     def cost(splits: int) -> int:
         waves, alone = -(-splits * count // ctas), -(-blocks // splits) * bytes_of_block + START
         return waves * alone if splits == 1 else waves * (alone + partial) + SECOND_LAUNCH
 
-    costs = {n: cost(n) for n in range(1, most + 1)}
-    splits = min(costs, key=costs.__getitem__)
-    if call.batch > 1 and (call.lengths is not None or call.cu_seqlens_k is not None) and rows <= FEW_ROWS:
-        enough = max(splits, -(-blocks * bytes_of_block // LONGEST_SPLIT))
-        splits = max(n for n in costs if n <= enough and costs[n] <= UNLIKE * costs[splits])
-    return Split("fixed", splits) if splits > 1 else Split()
+    return {n: cost(n) for n in range(1, most + 1)}
 
 
 def _check_sizes(call: Call, kernel: Any, num_splits: int) -> None:

@@ -8,6 +8,7 @@ from cute_attn.api import operators
 from cute_attn.api.attention import _call_of, _Options
 from cute_attn.compiler import registry
 from cute_attn.epilogues.functions.known import epilogue_of
+from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host import forward, split_kv
 from cute_attn.host.choose import choose_kernel
 from tests import emulated_kvcache, machine
@@ -45,6 +46,7 @@ def distance(score, b, h, q_idx, kv_idx):
 
 
 FUNCTION, _ = epilogue_of(distance, None, torch.device("cpu"), torch.float32)
+KEPT = user_epilogue(FUNCTION)  # for other tests, which trace many functions
 
 WANTED = {
     "few-queries": (call(1024, 12928), "", "fixed"),
@@ -56,7 +58,6 @@ WANTED = {
     "window": (call(64, 32768, (8, 2), 128, batch=3, window=(20000, 0)), "window", "fixed"),
     "seqused": (call(2, 8192, batch=2, seqused_k=torch.ones(2, dtype=torch.int32)), "seqused_k", "fixed"),
     "function": (call(1, 32768, (32, 8), 128, epilogues={FUNCTION: ()}), FUNCTION, "fixed"),
-    "an-idle-last-wave": (call(9216, 40832, (2, 1), 256), "", "fixed"),
     "bias": (call(1, 8192, (32, 8), 128, bias=torch.empty(1, 1, 1, 8192).bfloat16()), "bias_bf16", "fixed"),
 }
 
@@ -87,7 +88,8 @@ UNWANTED = {
     "softmax": call(1, 8192, return_softmax=True),
     "large-batch": call(1, 8192, (32, 8), batch=64),
     "few-rows-on-half-of-the-card": call(4, 16384, (32, 8), 128, batch=8, causal=True),
-    "an-idle-last-wave-with-a-bias": call(9216, 40832, (2, 1), 256, bias=torch.empty(1, 1, 1, 1)),
+    "an-idle-last-wave": call(9216, 40832, (2, 1), 256),
+    "a-bias-of-many-rows": call(256, 8192, (2, 2), bias=torch.empty(1, 1, 256, 8192).bfloat16()),
     "few-rows-on-two-thirds": call(2, 29249, (86, 86), 128, causal=True),
 }
 
