@@ -50,7 +50,7 @@ START, SECOND_LAUNCH = 36_000, 210_000
 LONGEST_SPLIT, UNLIKE = 1_500_000, 1.035
 """Few rows of sequences whose lengths may differ have up to as many splits as leave each this many bytes of K and V, if
 the estimate for equal lengths is at most this many times the shortest."""
-MOST_WAVES, LEAST_BLOCKS, MOST_SPLITS = 16, 2, 128
+MOST_WAVES, LEAST_BLOCKS, MOST_SPLITS = 8, 2, 128
 """Maximum splits per CTA, minimum key blocks per split, and maximum partial results of a row."""
 
 FOLDED_CTAS, FEW_WORK_TILES = 0.5, 2.0

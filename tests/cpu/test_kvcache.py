@@ -796,7 +796,7 @@ def test_splits_of_one_sequence(keys, kv_heads, num_splits):
     [
         (1, {}, True, "fixed", 128),
         (20, {}, True, "fixed", 19),
-        (150, {}, True, "fixed", 14),
+        (150, {}, True, "fixed", 7),
         (20, {"leftpad": (3,) * 20}, False, "fixed", 19),
         (20, {"dims": (320, 320)}, False, "fixed", 52),
     ],
