@@ -12,6 +12,7 @@ How it is computed (block sizes, warps, stages, ...) is a tile: see :mod:`cute_a
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -326,6 +327,7 @@ class Traits:
             )
 
     @property
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  checks name the traits, in each new plan
     def name(self) -> str:
         """The short name; :meth:`parse` reads it back."""
         dims = f"d{self.head_dim}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.head_dim else "")

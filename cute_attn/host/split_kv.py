@@ -226,9 +226,12 @@ def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> boo
         return False
     if call.bias is not None and call.longest[0] * call.group > FEW_BIASED:
         return False
-    if math.prod(call.q.shape[:-1]) > MOST_ROWS * multiprocessors:  # no split pays; finding that out would take time
+    # Finding a kernel takes time. No split pays for so many work tiles, or for so few keys.
+    if math.prod(call.q.shape[:-1]) > MOST_ROWS * multiprocessors:
         return False
     cached = as_cache(call)
+    if PAYS * (cached.longest[1] * _key_bytes(cached) + START) < SECOND_LAUNCH:
+        return False
     divided, split = choose_kernel(cached, target, multiprocessors)
     costs = _costs(cached, divided.tile, multiprocessors)
     return split.num_splits > 1 and costs[split.num_splits] <= PAYS * costs[1]

@@ -163,8 +163,10 @@ class Tile:
 
     def registers_reason(self, traits: Traits, most: int, where: str = "") -> str | None:
         """Why ``most`` registers per thread do not suffice for ``traits``, or None."""
-        needed = f"tile {self} needs about {self.registers(traits)} registers per thread for {traits}"
-        return f"{needed}; {where}there are {most}" if self.registers(traits) > most else None
+        needed = self.registers(traits)
+        if needed <= most:
+            return None
+        return f"tile {self} needs about {needed} registers per thread for {traits}; {where}there are {most}"
 
 
 class WarpTile(Tile):
