@@ -80,8 +80,8 @@ class RowPartials:
 
 
 @dataclass(frozen=True)
-class GivenRows:
-    """The rows of results given by a caller. A CTA has ``tile.rows`` consecutive rows; the head runs fastest.
+class OutputRows:
+    """The rows of O. A CTA has ``tile.rows`` consecutive rows; the head runs fastest.
 
     ctas: number of CTAs of the grid.
     """
@@ -90,10 +90,10 @@ class GivenRows:
     ctas: Int32
 
     @staticmethod
-    def make(mO: cute.Tensor, tile: CombineTile) -> "GivenRows":
+    def make(mO: cute.Tensor, tile: CombineTile) -> "OutputRows":
         """Make the rows on the host."""
         places = RowPlaces.make(mO)
-        return GivenRows(places, cute.ceil_div(places.count, tile.rows))
+        return OutputRows(places, cute.ceil_div(places.count, tile.rows))
 
     @cute.jit
     def of(
@@ -152,7 +152,7 @@ class Combine:
             mOpartial, mLSEpartial: fp32 (partials, batch, queries, nheads, columns) and (partials, batch, nheads,
                 queries). columns: head_dim_v rounded up to a multiple of 4.
         """
-        rows = GivenRows.make(mO, self.tile)
+        rows = OutputRows.make(mO, self.tile)
         self.kernel((mOpartial, mLSEpartial), mO, mLSE, mSinks, rows).launch(
             grid=[rows.ctas, 1, 1],
             block=[self.tile.num_threads(self.traits), 1, 1],
@@ -170,7 +170,7 @@ class Combine:
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         mSinks: cute.Tensor | None,
-        rows: GivenRows,
+        rows: OutputRows,
     ) -> None:
         memory_start = memory.SmemAllocator().allocate(self.tile.smem_bytes(self.traits), 16)
         shared = self.shared_memory(cute.recast_ptr(memory_start, dtype=Float32))

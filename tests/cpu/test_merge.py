@@ -12,7 +12,7 @@ from cute_attn.api.merge import merge_attention
 from cute_attn.compiler import compile, registry
 from cute_attn.host.memory import row_alignment
 from cute_attn.host.merge import check, check_for_kernels
-from cute_attn.kernels.combine import Combine, GivenRows
+from cute_attn.kernels.combine import Combine, OutputRows
 from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile, partial_columns
 from cute_attn.traits import Traits
@@ -82,7 +82,7 @@ def combine(
     kernel: Constexpr,
 ):
     """Run every CTA."""
-    rows, partials = GivenRows.make(mO, kernel.tile), (mOpartial, mLSEpartial)
+    rows, partials = OutputRows.make(mO, kernel.tile), (mOpartial, mLSEpartial)
     for block in cutlass.range(rows.ctas, unroll=1):
         at = functools.partial(rows.of, kernel, partials, block)
         merge_rows(kernel, at, partials, memory, mO, mLSE, mSinks)
