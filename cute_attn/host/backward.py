@@ -226,11 +226,10 @@ def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processo
     if getattr(tile, "dq_in_order", False):
         order = (heads_dkv, blocks, packed, call.batch) if packed else (heads, blocks, blocks, 1)
         steps, seen = group * max(queries / tile.tile_m, 1), queries / call.longest[0]
-        dims, element = call.q.shape[-1] + call.v.shape[-1], call.q.element_size()
-        query_bytes, key_bytes = (element * dims * (x.numel() // x.shape[-1]) for x in (call.q, call.k))
-        columns = Columns(*order, steps, seen)
-        sizes = accumulator_bytes, query_bytes, key_bytes
-        return accumulators_in_order(columns, *sizes, processors, in_l2)
+        key_bytes = call.k.element_size() * (call.k.numel() + call.v.numel())
+        return accumulators_in_order(
+            Columns(*order, steps, seen), accumulator_bytes, key_bytes, processors, in_l2
+        )
     steps = group * queries / tile.tile_m
     return key_splits(blocks, heads, processors, steps, accumulator_bytes, heads_dkv * packed)
 
