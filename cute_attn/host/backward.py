@@ -207,11 +207,7 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
     stored = getattr(kernel.tile, "dq_direct", False)  # one CTA stores all of dQ
     if kernel.traits.arch != "sm90" or call.lists_blocks or stored or not (deterministic or named):
         return kernel
-    tile, dims = kernel.tile.in_order(), (kernel.traits.head_dim, kernel.traits.head_dim_v)
-    if tile.mask_warps and max(dims) <= 64 and not (call.backward_tile or call.bias is not None):
-        # One warp that adds in bulk takes its turn sooner: row 74 of bench/notes.md.
-        tile = replace(tile, tile_m=64, dq_bulk=True, mask_warps=0)
-    return replace(kernel, tile=tile)
+    return replace(kernel, tile=kernel.tile.in_order())
 
 
 def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int, in_l2: int) -> int:

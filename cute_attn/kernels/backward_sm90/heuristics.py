@@ -9,7 +9,7 @@ from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
-FEW_ROWS, EMPTY = 64, 1.2
+FEW_ROWS, EMPTY = 64, 1.1
 """Rows of the tile for few queries or a short window. It is chosen if the default tile computes at least EMPTY times
 as many rows."""
 FEW_KEYS, EMPTY_KEYS = {80: 1024, 160: 1}, 1.5
