@@ -34,10 +34,11 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
     listed = lists_blocks(traits.epilogues)
     bias = _bias(traits) if tma and traits.bias in ("fp16", "bf16") else "threads"
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
-    if _needs_registers(traits):
+    functions = bool(in_every_step(traits.epilogues))
+    if _needs_registers(traits, functions and numbers > 0):
         registers = "needed"
     else:
-        some = (listed and numbers > FEW_HELD) or (traits.dropout and (listed or own_rows))
+        some = functions or (listed and numbers > FEW_HELD) or (traits.dropout and (listed or own_rows))
         registers = "some" if some else "free"
     return (
         max(dim, 129) if numbers > MANY else dim,
@@ -62,10 +63,13 @@ def visited_rows(tile_m: int, tile_n: int, seqlen_q: int, window: int) -> int:
     return min(rows, tile_n + window - 1 + tile_m - 1) if window else rows
 
 
-def _needs_registers(traits: Traits) -> bool:
-    """True if an epilogue holds as much as the scores: inputs of a derivative, a bias, or a dropout mask's words."""
-    epilogues = in_every_step(traits.epilogues)
-    return bool(traits.softcap or epilogues or traits.bias or traits.dropout == "mem_efficient")
+def _needs_registers(traits: Traits, holds: bool) -> bool:
+    """True if an epilogue holds as much as the scores: inputs of a derivative, a bias, or a dropout mask's words.
+
+    holds: whether functions hold numbers. Those that hold none need registers only with a dropout mask.
+    """
+    functions = holds or (traits.dropout and in_every_step(traits.epilogues))
+    return bool(traits.softcap or functions or traits.bias or traits.dropout == "mem_efficient")
 
 
 def _bias(traits: Traits) -> str:
