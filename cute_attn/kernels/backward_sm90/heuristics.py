@@ -4,7 +4,7 @@ Values that an epilogue keeps next to the scores (a bias, a derivative, a dropou
 tile_m would need. Without a mask, CTAs of the same head add to the same dQ at once unless they are staggered.
 """
 
-from cute_attn.epilogues.names import held, in_every_step, lists_blocks
+from cute_attn.epilogues.names import held, in_every_step, lists_blocks, reads_tensors
 from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
@@ -34,11 +34,11 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
     listed = lists_blocks(traits.epilogues)
     bias = _bias(traits) if tma and traits.bias in ("fp16", "bf16") else "threads"
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
-    functions = bool(in_every_step(traits.epilogues))
-    if _needs_registers(traits, functions and numbers > 0):
+    functions = in_every_step(traits.epilogues)
+    if _needs_registers(traits, bool(functions) and (numbers > 0 or reads_tensors(functions))):
         registers = "needed"
     else:
-        some = functions or (listed and numbers > FEW_HELD) or (traits.dropout and (listed or own_rows))
+        some = bool(functions) or (listed and numbers > FEW_HELD) or (traits.dropout and (listed or own_rows))
         registers = "some" if some else "free"
     return (
         max(dim, 129) if numbers > MANY else dim,
@@ -66,10 +66,10 @@ def visited_rows(tile_m: int, tile_n: int, seqlen_q: int, window: int) -> int:
 def _needs_registers(traits: Traits, holds: bool) -> bool:
     """True if an epilogue holds as much as the scores: inputs of a derivative, a bias, or a dropout mask's words.
 
-    holds: whether functions hold numbers. Those that hold none need registers only with a dropout mask.
+    holds: whether functions hold numbers or read tensors. Others need registers only with a dropout mask.
     """
-    functions = holds or (traits.dropout and in_every_step(traits.epilogues))
-    return bool(traits.softcap or functions or traits.bias or traits.dropout == "mem_efficient")
+    mask = traits.dropout and (in_every_step(traits.epilogues) or traits.dropout == "mem_efficient")
+    return bool(traits.softcap or holds or traits.bias or mask)
 
 
 def _bias(traits: Traits) -> str:
