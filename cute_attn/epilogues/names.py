@@ -99,6 +99,11 @@ def reads_keys(names: Iterable[str]) -> bool:
     return any(not is_registered(name) or user_epilogue(name).reads_keys for name in names)
 
 
+def reads_tensors(names: Iterable[str]) -> bool:
+    """True if one of the epilogues is not known to be a function of scores and positions alone."""
+    return any(not is_registered(name) or getattr(user_epilogue(name), "captured", True) for name in names)
+
+
 def lists_blocks(names: Sequence[str]) -> bool:
     """True if one of the registered epilogues lists the blocks to visit."""
     return len(in_every_step(names)) < len(names)

@@ -207,11 +207,7 @@ def _with_order(kernel: Any, call: Call, deterministic: bool) -> Any:
     stored = getattr(kernel.tile, "dq_direct", False)  # one CTA stores all of dQ
     if kernel.traits.arch != "sm90" or call.lists_blocks or stored or not (deterministic or named):
         return kernel
-    tile, dims = kernel.tile.in_order(), (kernel.traits.head_dim, kernel.traits.head_dim_v)
-    if tile.mask_warps and max(dims) <= 64 and not (call.backward_tile or call.bias is not None):
-        # One warp that adds in bulk takes its turn sooner: row 74 of bench/notes.md.
-        tile = replace(tile, tile_m=64, dq_bulk=True, mask_warps=0)
-    return replace(kernel, tile=tile)
+    return replace(kernel, tile=kernel.tile.in_order())
 
 
 def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processors: int, in_l2: int) -> int:
@@ -226,11 +222,10 @@ def _accumulators(call: Call, tile: Any, head_dim: int, heads_dkv: int, processo
     if getattr(tile, "dq_in_order", False):
         order = (heads_dkv, blocks, packed, call.batch) if packed else (heads, blocks, blocks, 1)
         steps, seen = group * max(queries / tile.tile_m, 1), queries / call.longest[0]
-        dims, element = call.q.shape[-1] + call.v.shape[-1], call.q.element_size()
-        query_bytes, key_bytes = (element * dims * (x.numel() // x.shape[-1]) for x in (call.q, call.k))
-        columns = Columns(*order, steps, seen)
-        sizes = accumulator_bytes, query_bytes, key_bytes
-        return accumulators_in_order(columns, *sizes, processors, in_l2)
+        key_bytes = call.k.element_size() * (call.k.numel() + call.v.numel())
+        return accumulators_in_order(
+            Columns(*order, steps, seen), accumulator_bytes, key_bytes, processors, in_l2
+        )
     steps = group * queries / tile.tile_m
     return key_splits(blocks, heads, processors, steps, accumulator_bytes, heads_dkv * packed)
 

@@ -19,44 +19,36 @@ MAX_SPLITS = 16
 
 MAX_IN_ORDER = 4
 """Maximum accumulators if key blocks add in order, unless the accumulators are small."""
-TURN_STEPS = 2
+TURN_STEPS = 1.5
 """Steps between the additions of two successive key blocks to the same query block."""
-AROUND_STEPS = 4
+AROUND_STEPS = 5
 """Time to load a key block's K and V and to store its dK and dV, in steps."""
 
 MAX_PARTS = 16
 """Maximum parts of a query head's queries."""
-ADDING_STEPS = 14
-"""Fixed cost of summing split dK and dV, apart from their bytes, in steps. A step is a query block with a key block:
-row 55 of bench/history.md."""
-BYTES_PER_STEP = 16 << 20
-"""Bytes of split dK and dV in L2 that are summed in the time of a step, 2 us."""
-FROM_MEMORY = 3 << 20
-"""The same for tensors beyond L2, and for a dQ accumulator, which is cleared and read again."""
-NEARLY = 1.05
-"""Maximum ratio to the shortest time for fewer splits to be preferred: each split takes memory."""
-DIVISOR_WITHIN = 1.5
-"""A divisor of the heads is preferred up to this multiple of the splits that L2 requires: 4 splits of 8 heads are 4 to
-25% faster than 3."""
+ADDING_STEPS = 7
+"""Fixed cost of summing split dK and dV, apart from their bytes, in steps. A step is a query block with a key block,
+about 2 us: row 55 of bench/history.md."""
+BYTES_PER_STEP = 5 << 20
+"""Bytes of split dK and dV that are summed in the time of a step, or of a dQ accumulator that is cleared and read."""
+NEARLY = 1.03
+"""Maximum ratio to the shortest time for fewer splits to be preferred, since each split takes memory; also the
+slowdown by splits of unlike numbers of heads, such as 3, 3 and 2."""
 UNEVEN = 4 / 3
-"""Maximum ratio of the longest work tile to the mean for CTAs to stay in step; above it, waves fall apart."""
+"""Maximum ratio of the most queries that see a key block to the mean for CTAs to stay in step."""
 WAVES_OF_LISTS = 6
 """Minimum waves of work tiles with a block mask: the lengths of its lists are not known here."""
-WAITS = 3
-"""Slowdown of key blocks that add in order if long work tiles come last; 3.5 on an H100 with 16 query heads. If the
-sums of split dK and dV cost more, as with few queries and many keys, heads are not all split."""
-FEW_BLOCKS = 4
-"""Maximum key blocks of a sequence that hardly wait for each other: with 2 key blocks, 16 splits lose 20%."""
+WAITS = 2.5
+"""Slowdown of key blocks that add in order if long work tiles come last and heads are not all split."""
 MOST_BLOCKS = 64
 """Maximum key blocks of a sequence for which :func:`queries_seen` counts queries."""
 
-UNKNOWN = 0.5
+UNKNOWN = 0.6
 """Idle time at the end of a call with packed sequences of different lengths, over the mean time of a work tile. Only
 the sums of the lengths are known."""
-WHOLE, DIVIDED = 1.6, 0.8
-"""Bytes in flight over L2's size. Above ``WHOLE``, heads are split until ``DIVIDED`` is reached; between the two the
-sums cost more than the misses. On an H100 and an H200, 1.4 to 1.8 and 0.7 to 0.9 are equally good: row 62 of
-bench/history.md. ``WHOLE`` is for tiles of 128 keys; it is less for fewer keys, which take less time per byte."""
+IN_L2, MISSES = 0.5, 0.14
+"""Bytes in flight over L2's size that cost nothing, and the slowdown by each further L2's size with 128 keys in a
+block. Fewer keys take less time per byte. Fitted to all stored timings: "Choices, by regret" in bench/notes.md."""
 
 
 def key_splits(
@@ -69,8 +61,7 @@ def key_splits(
 ) -> int:
     """Number of splits of the key blocks of a (batch, head of dK) in the deterministic mode, one dQ accumulator each.
 
-    The smallest number up to ``MAX_SPLITS`` that is nearly the fastest. Time is waves of CTAs times the steps of a CTA,
-    plus the time of the accumulators.
+    The fastest up to ``MAX_SPLITS``. Time is waves of CTAs times the steps of a CTA, plus the time of the accumulators.
 
     Args:
         blocks: key blocks of the longest sequence.
@@ -84,10 +75,9 @@ def key_splits(
     def time(n: int) -> float:
         longest, waves = -(-blocks // n), -(-n * heads // multiprocessors)
         busiest = longest + all_blocks / multiprocessors if all_blocks else waves * longest
-        return busiest * max(steps, 1) + n * accumulator_bytes / FROM_MEMORY
+        return busiest * max(steps, 1) + n * accumulator_bytes / BYTES_PER_STEP
 
-    times = [*map(time, splits)]
-    return next(n for n, own in zip(splits, times, strict=True) if own <= NEARLY * min(times))
+    return min(splits, key=time)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,41 +103,37 @@ class Columns:
 def accumulators_in_order(
     columns: Columns,
     accumulator_bytes: int,
-    query_bytes: int,
     key_bytes: int,
     multiprocessors: int,
     l2_bytes: int,
 ) -> int:
-    """The fewest dQ accumulators that are nearly fastest, if key blocks add in order, each to one of them by turns.
+    """The number of dQ accumulators that is fastest, if key blocks add in order, each to one of them by turns.
 
     The key blocks that see a query block add to it ``TURN_STEPS`` steps apart. If the launch takes longer than these
     additions, they delay only the key blocks of a column that begin together. The accumulators in use at a time fit in
-    half of L2 together with Q and dO: beyond that, an addition takes up to twice as long. More than ``MAX_IN_ORDER``
-    accumulators take no more memory than k and v.
+    half of L2: beyond that, an addition takes up to twice as long. More than ``MAX_IN_ORDER`` accumulators take no more
+    memory than k and v.
 
     Args:
         accumulator_bytes: bytes of one accumulator.
-        query_bytes, key_bytes: bytes of Q and dO, and of K and V.
+        key_bytes: bytes of K and V.
     """
     running = multiprocessors / columns.count  # key blocks of a column that run at a time
     # sequences of a column that run at a time
     sequences = max(1.0, min(columns.sequences, running / columns.blocks))
     busy = columns.rows * (columns.steps + AROUND_STEPS) / running
     chain = columns.rows * columns.seen / sequences
-    together = min(columns.blocks * columns.seen, running)
     used = min(1.0, running) * sequences / columns.sequences  # fraction of the accumulators, at a time
 
     def time(n: int) -> float:
-        turns = max(busy, TURN_STEPS * chain / n) + TURN_STEPS * together / n
-        return turns + n * accumulator_bytes / FROM_MEMORY
+        turns = max(busy, TURN_STEPS * chain / n) + TURN_STEPS * running / n
+        return turns + n * accumulator_bytes / BYTES_PER_STEP
 
     def fits(n: int) -> bool:
-        return n == 1 or used * (n * accumulator_bytes + query_bytes) <= l2_bytes / 2
+        return n == 1 or used * n * accumulator_bytes <= l2_bytes / 2
 
     most = min(MAX_SPLITS, max(MAX_IN_ORDER, key_bytes // accumulator_bytes), columns.blocks)
-    options = [n for n in range(1, most + 1) if fits(n)]
-    fastest = min(map(time, options))
-    return next(n for n in options if time(n) <= NEARLY * fastest)
+    return min(filter(fits, range(1, most + 1)), key=time)
 
 
 def head_splits(
@@ -169,11 +155,10 @@ def head_splits(
 
     **Bytes in flight.** CTAs reuse each other's Q, dO and dQ while these are in L2. Without a mask all work tiles take
     as many steps: the CTAs of a kv head are at the same query head at the same time, and only its queries are in
-    flight. Under a causal mask, and with packed sequences of different lengths, CTAs drift apart until each may be at
-    any of its heads. (Key blocks that add in order stay together in packed sequences.) The fraction of Q, dO and dQ in
-    flight then equals the fraction of work tiles that are running; n splits make n times as many work tiles and so
-    divide it by n. On 132 multiprocessors 128 keys of head dim 128 make 16.5 MB in flight for each head of a work tile,
-    whatever the lengths.
+    flight. Under a causal mask CTAs drift apart until each may be at any of its heads. The fraction of Q, dO and dQ in
+    flight then equals the fraction of work tiles that are running, and n splits divide it by n. On 132 multiprocessors
+    128 keys of head dim 128 make 16.5 MB in flight for each head of a work tile, whatever the lengths. What exceeds L2
+    slows every step.
 
     With ``dq_direct`` the queries of a head may be divided too: then there are more splits than heads in a group.
 
@@ -182,8 +167,7 @@ def head_splits(
     Args:
         deterministic: whether a CTA computes several key blocks, one after the other.
         in_order: whether a sequence's last key blocks are computed first. Under a causal mask the longest work tiles
-            then come last: heads are all split, so that these are short, unless the sums cost more (``WAITS``) or
-            blocks are few.
+            then come last: heads are all split, so that these are short, unless the sums cost more (``WAITS``).
     """
     group = call.group
     if call.same_bits:
@@ -192,8 +176,7 @@ def head_splits(
     direct = getattr(tile, "dq_direct", False)
     if not most or (direct and tile.dq_rows) or (group == 1 and not direct):
         return 1
-    unlike = call.varlen and not in_order and call.longest[0] * call.batch > UNEVEN * call.q.shape[0]
-    drifts = most > UNEVEN * mean or unlike
+    drifts = most > UNEVEN * mean
     tiles, steps, longest, queries = 0, 0.0, 0.0, 0  # totals of one head
     for count, seqlen_q, seqlen_k in _sequences(call):
         most, mean = queries_seen(call, seqlen_q, seqlen_k, tile.tile_n)
@@ -210,34 +193,28 @@ def head_splits(
     def time(splits: int) -> float:
         heads = -(-group // splits)
         own = longest if splits <= group else math.ceil(longest / (splits // group))
-        moved = (splits + 1) * gradient_bytes
-        adding = moved / (BYTES_PER_STEP if moved <= l2_bytes else FROM_MEMORY)
-        adding = ADDING_STEPS + adding if splits > 1 else 0
-        last = UNKNOWN * steps / (splits * tiles) if unlike else 0
-        busiest = max(steps / multiprocessors + last, heads * own)
-        if longest * tiles * group <= UNEVEN * steps:  # shorter tiles count as fractions of whole ones
+        adding = ADDING_STEPS + (splits + 1) * gradient_bytes / BYTES_PER_STEP if splits > 1 else 0
+        if drifts or call.varlen:
+            last = UNKNOWN * steps / (splits * tiles) if call.varlen else 0
+            busiest = max(steps / multiprocessors + last, heads * own)
+        else:  # shorter tiles count as fractions of whole ones
             waves = splits * steps / (group * longest * multiprocessors)
             busiest = math.ceil(round(waves, 6)) * heads * own
-        return busiest + adding
+        if drifts and in_order:
+            busiest *= WAITS if splits < group else 1
+        elif drifts:
+            in_flight = query_bytes * multiprocessors / (splits * tiles)
+            busiest *= 1 + MISSES * (128 / tile.tile_n) * max(in_flight / l2_bytes - IN_L2, 0)
+        unlike = heads > 1 and group % splits
+        return (NEARLY if unlike else 1) * busiest + adding
 
-    def in_flight(splits: int) -> float:
-        return query_bytes * min(multiprocessors / max(splits * tiles, 1), 1)
-
-    whole, divided = WHOLE * l2_bytes * min(tile.tile_n / 128, 1), DIVIDED * l2_bytes
     options = [*even_splits(group)]
     if direct:
         options += [group * n for n in range(2, min(MAX_PARTS, math.ceil(longest)) + 1)]
     if call.lists_blocks:
         return next((n for n in options if n * tiles >= WAVES_OF_LISTS * multiprocessors), group)
     times = [time(splits) for splits in options]
-    many = -(-call.longest[1] // tile.tile_n) > FEW_BLOCKS
-    if in_order and drifts and many and times[-1] <= WAITS * min(times):
-        return group
-    fewest = next(n for n, own in zip(options, times, strict=True) if own <= NEARLY * min(times))
-    if not drifts or (fewest == 1 and in_flight(1) <= whole):
-        return fewest
-    enough = next((n for n in options if n >= fewest and in_flight(n) <= divided), group)
-    return next((n for n in options if enough <= n <= DIVISOR_WITHIN * enough and group % n == 0), enough)
+    return next(n for n, own in zip(options, times, strict=True) if own <= NEARLY * min(times))
 
 
 def even_splits(group: int) -> Iterator[int]:

@@ -173,3 +173,9 @@ def test_row_maxima_are_frozen_where_the_nearest_keys_come_first():
 
     assert [frozen("bf16", mask) for mask in ("-causal", "-window", "")] == [True, False, False]
     assert not frozen("fp16", "-causal")
+
+
+def test_functions_of_positions_alone_take_more_queries_in_a_backward():
+    names = traced(lambda s, b, h, q, k: s - (q - k).abs()), traced(lambda s, b, h, q, k: s + SLOPES[h] * k)
+    tiles = [registry.lookup(Traits.parse(f"backward-sm90-bf16-d128-{name}")).tile.tile_m for name in names]
+    assert tiles == [64, 48]

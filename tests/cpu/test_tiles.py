@@ -276,8 +276,8 @@ forward d128-bias_bf16 65 4096 pairs=8 -> tile_m=64
 forward d128-bias_bf16 65 4096 pairs=80 -> tile_m=128
 forward d64-bias_bf16 64 4096 pairs=800 -> tile_m=64
 # A backward has 64 rows where 128 would be empty.
-backward d64 1,64,129,257,305 4096 -> tile_m=64
-backward d64 65,128,400,577 4096 -> tile_m=128
+backward d64 1,64,129,257,400 4096 -> tile_m=64
+backward d64 65,128,577 4096 -> tile_m=128
 # A backward of few keys or a short window.
 backward d64 4096 77 -> tile_m=128,tile_n=80
 backward d64 4096 154 -> tile_m=64,tile_n=160
@@ -287,8 +287,8 @@ backward d64 4096 100,161 -> tile_m=128,tile_n=128
 backward d64-causal,d64-dropout 4096 77 -> tile_m=128,tile_n=128
 # No rows of 64 numbers.
 backward d32 4096 77,4096 -> tile_m=128,tile_n=128
-backward d64-window 8192 8192 window=130 -> tile_m=64,tile_n=128
-backward d64-window 8192 8192 window=131 -> tile_m=128,tile_n=128
+backward d64-window 8192 8192 window=450 -> tile_m=64,tile_n=128
+backward d64-window 8192 8192 window=451 -> tile_m=128,tile_n=128
 # No tile for few keys, but one for few queries.
 backward d64-causal 3 131 -> tile_m=64,tile_n=128
 # Keys of a step waste few.

@@ -4,12 +4,12 @@ Values that an epilogue keeps next to the scores (a bias, a derivative, a dropou
 tile_m would need. Without a mask, CTAs of the same head add to the same dQ at once unless they are staggered.
 """
 
-from cute_attn.epilogues.names import held, in_every_step, lists_blocks
+from cute_attn.epilogues.names import held, in_every_step, lists_blocks, reads_tensors
 from cute_attn.tiles import BackwardSm90Tile
 from cute_attn.tiles.table import Key, Table
 from cute_attn.traits import Traits
 
-FEW_ROWS, EMPTY = 64, 1.2
+FEW_ROWS, EMPTY = 64, 1.1
 """Rows of the tile for few queries or a short window. It is chosen if the default tile computes at least EMPTY times
 as many rows."""
 FEW_KEYS, EMPTY_KEYS = {80: 1024, 160: 1}, 1.5
@@ -34,10 +34,11 @@ def keys(traits: Traits, target: str, lengths: str = "long", *, tma: bool = True
     listed = lists_blocks(traits.epilogues)
     bias = _bias(traits) if tma and traits.bias in ("fp16", "bf16") else "threads"
     own_rows = traits.windowed or traits.varlen or traits.alibi or traits.seqused_q
-    if _needs_registers(traits):
+    functions = in_every_step(traits.epilogues)
+    if _needs_registers(traits, bool(functions) and (numbers > 0 or reads_tensors(functions))):
         registers = "needed"
     else:
-        some = (listed and numbers > FEW_HELD) or (traits.dropout and (listed or own_rows))
+        some = bool(functions) or (listed and numbers > FEW_HELD) or (traits.dropout and (listed or own_rows))
         registers = "some" if some else "free"
     return (
         max(dim, 129) if numbers > MANY else dim,
@@ -62,10 +63,13 @@ def visited_rows(tile_m: int, tile_n: int, seqlen_q: int, window: int) -> int:
     return min(rows, tile_n + window - 1 + tile_m - 1) if window else rows
 
 
-def _needs_registers(traits: Traits) -> bool:
-    """True if an epilogue holds as much as the scores: inputs of a derivative, a bias, or a dropout mask's words."""
-    epilogues = in_every_step(traits.epilogues)
-    return bool(traits.softcap or epilogues or traits.bias or traits.dropout == "mem_efficient")
+def _needs_registers(traits: Traits, holds: bool) -> bool:
+    """True if an epilogue holds as much as the scores: inputs of a derivative, a bias, or a dropout mask's words.
+
+    holds: whether functions hold numbers or read tensors. Others need registers only with a dropout mask.
+    """
+    mask = traits.dropout and (in_every_step(traits.epilogues) or traits.dropout == "mem_efficient")
+    return bool(traits.softcap or holds or traits.bias or mask)
 
 
 def _bias(traits: Traits) -> str:

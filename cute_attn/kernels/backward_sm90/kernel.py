@@ -192,21 +192,19 @@ class BackwardSm90(AttentionKernel):
         if one_block:
             own = [tile.direct()]
         elif not unlike and group == 1 and -(-pairs // multiprocessors) * multiprocessors <= SPARE * pairs:
-            own = [x.direct(rows) for x in self._tiles_of_rows(seqlen_q) for rows in ROWS if rows >= seqlen_q]
+            own = [x.direct(rows) for x in self._tiles_of_rows() for rows in ROWS if rows >= seqlen_q]
         else:
             return self
         fit = [x for x in own if self._holds(x) and x.reject(traits, "sm90") is None]
         return replace(self, tile=fit[0]) if fit else self
 
-    def _tiles_of_rows(self, seqlen_q: int) -> list[BackwardSm90Tile]:
-        """The tile; for the default one also tiles of 64 queries, which come first if they compute far fewer rows."""
+    def _tiles_of_rows(self) -> list[BackwardSm90Tile]:
+        """The tile; for the default one also tiles of 64 queries, whose rows of dQ take less shared memory."""
         if self.tile.tile_m == FEW_ROWS or self.tile != BackwardSm90.default_tile(self.traits, "sm90"):
             return [self.tile]
         wanted = (FEW_ROWS, self.tile.bias_stages, self.tile.mask_warps)
         tiles = TABLE.tiles(*keys(self.traits, "sm90"))
-        few = [x for x in tiles if (x.tile_m, x.bias_stages, x.mask_warps) == wanted]
-        rows, fewer = (-(-seqlen_q // n) * n for n in (self.tile.tile_m, FEW_ROWS))
-        return [*few, self.tile] if rows >= EMPTY * fewer else [self.tile, *few]
+        return [self.tile, *(x for x in tiles if (x.tile_m, x.bias_stages, x.mask_warps) == wanted)]
 
     def _holds(self, tile: BackwardSm90Tile) -> bool:
         """True if registers are left for the addresses of dQ's rows: not for 128 queries with dropout or a window."""
