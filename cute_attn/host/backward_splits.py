@@ -34,6 +34,8 @@ BYTES_PER_STEP = 5 << 20
 NEARLY = 1.03
 """Maximum ratio to the shortest time for fewer splits to be preferred, since each split takes memory; also the
 slowdown by splits of unlike numbers of heads, such as 3, 3 and 2."""
+PAYS = 1.08
+"""Minimum ratio of the time without splits of heads to the shortest for splits to pay: two splits often do not."""
 UNEVEN = 4 / 3
 """Maximum ratio of the most queries that see a key block to the mean for CTAs to stay in step."""
 WAVES_OF_LISTS = 6
@@ -214,6 +216,8 @@ def head_splits(
     if call.lists_blocks:
         return next((n for n in options if n * tiles >= WAVES_OF_LISTS * multiprocessors), group)
     times = [time(splits) for splits in options]
+    if times[0] <= PAYS * min(times):
+        return 1
     return next(n for n, own in zip(options, times, strict=True) if own <= NEARLY * min(times))
 
 

@@ -85,19 +85,15 @@ def splits_of(params, gpu="NVIDIA H200", *more, tile=TILE):
     MEASURED,
     ids=lambda x: x[7:11] if isinstance(x, str) else "-".join(str(n) for n in [*x.values()][:-1]),
 )
-def test_head_splits_are_within_5_percent_of_the_fastest_measured(gpu, row):
-    """Two cards, one with 5/6 of the other's L2; the nearest number that was measured counts.
-
-    On one card 2 splits of 4 heads take longer than 1 and than 4; on the other they do not.
-    """
+def test_head_splits_are_nearly_the_fastest_measured(gpu, row):
+    """Two cards, one with 5/6 of the other's L2; the nearest number that was measured counts."""
     mask = "causal" if row["causal"] else ""
     kernel = registry.lookup(Traits("backward", "sm90", "bf16", row["head_dim"], mask=mask))
     sizes = row["seqlen"], row["seqlen"], row["nheads"], row["nheads_kv"], row["batch"], mask
     splits = splits_of(call(*sizes, head_dim=row["head_dim"]), gpu, tile=kernel.tile)
     rates = {int(n): rate for n, rate in row["tflops_by_splits"].items()}
     rate = rates[min(rates, key=lambda measured: abs(measured - splits))]
-    between = row["nheads"] // row["nheads_kv"] == 4 and gpu.startswith("NVIDIA H100")
-    assert rate * (1.09 if between else 1.05) >= max(rates.values()), splits
+    assert rate * 1.065 >= max(rates.values()), splits
 
 
 def test_both_cards_were_measured():
