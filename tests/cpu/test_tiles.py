@@ -259,7 +259,7 @@ CHOSEN = """
 forward d64 512 50176 pairs=32 -> tile_m=64,tile_n=128
 forward d64 512 50176 -> tile_m=64,tile_n=64
 forward d64-causal 2048 2048 pairs=8 -> tile_m=64
-forward d64-varlen 4096 4096 pairs=8 -> tile_m=64
+forward d64-varlen 4096 4096 pairs=8 -> tile_m=192
 forward d64-causal-varlen 2440 2440 pairs=26 -> tile_m=64
 forward d64-causal-varlen 8192 8192 pairs=26 -> tile_m=192
 forward d128-causal 1024 1024 pairs=64 -> tile_m=128
@@ -297,11 +297,10 @@ forward d80 4096 1500,384 -> tile_n=128
 forward d80 4096 257 -> tile_n=96
 forward d80-causal 4096 257 -> tile_n=128
 forward d80-dropout 4096 270 -> tile_n=96
-# Few queries under a window: of keys 5,375 to 5,506 two steps of 80 from 5,360 on, three of 64, two of 96 and of 128.
-forward d128-window 68 5507 window=65 -> tile_n=80
-# Many steps.
+# Windows begin anywhere.
+forward d128-window 68 5507 window=65 -> tile_n=64
 forward d128-window 68 5507 window=3000 -> tile_n=128
-# Small tiles where a query sees few keys: on average, of a window, or beside functions, whose cost has no lengths.
+# Small tiles where a query sees few keys, on average or of a window.
 forward d64 16384 512 -> tile_m=64,tile_n=64,pack_heads=1
 forward d64 16384 16384 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-causal 2048 2048 -> tile_m=64,tile_n=64,pack_heads=1
@@ -309,7 +308,6 @@ forward d64-causal 8192 8192 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-window 16384 16384 window=2048 -> tile_m=64,tile_n=64,pack_heads=1
 forward d64-window 16384 16384 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-window 512 512 window=4096 -> tile_m=64,tile_n=64,pack_heads=1
-forward d64-causal-softcap 16384 16384 -> tile_m=64,tile_n=64,pack_heads=1
 forward d64-causal-dropout 512 512 -> tile_m=64,tile_n=64,pack_heads=1
 forward d256-window 8192 8192 window=128 -> tile_m=128,tile_n=64,pack_heads=1
 # A tile holds the heads of a key head under a mask.

@@ -19,9 +19,8 @@ LENGTHS = ("long", "short", "two_warpgroups", "one_warpgroup", "four_warpgroups"
 FEW_KEYS = (64, 80, 96)
 """Keys per step in place of a row's, if fewer keys are wasted. A text's 77 keys take one step."""
 
-ROW = {64: (1.3, 1.1, 0.95, 0.85), 128: (1.0, 1.0, 1.1, 0.9)}
-"""64 for head dims up to it, 128 for others -> a row's time per key with one to four consumer warpgroups on a
-multiprocessor."""
+ROW = (1.3, 1.1, 0.95, 0.85)
+"""A row's time per key at head dims up to 64, with one to four consumer warpgroups on a multiprocessor."""
 LOAD = {64: 68, 128: 130}
 """The time of loading a key, which is the same for any number of rows."""
 SECTORS = 1.5
@@ -33,12 +32,10 @@ FILL = 0.6
 NARROW = 1.1
 """A row's time per key in blocks of fewer keys than its row of the table has, relative to those."""
 CAP = 1.7
-"""The same with a cap, by a function or at head dims up to 64: no load bounds it."""
-PACKED, PACKED_FULL = 0.99, 1.1
-"""The same with packed heads, where they leave out rows or keys, and elsewhere: without a mask, and under a causal one
-at head dims 65 to 128."""
-MEAN_LENGTH = 2 / 3
-"""Assumed ratio of the mean length of packed sequences to the longest length."""
+"""The same with a function such as a cap, which no load bounds."""
+PACKED = 1.1
+"""The same with packed heads that leave out neither rows nor keys: without a mask, and under a causal one at head dims
+65 to 128."""
 
 
 def tile_for_lengths(default: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> ForwardSm90Tile:
@@ -88,13 +85,9 @@ def _candidates(
 def _steps(tile: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> float:
     """Mean number of key blocks that a work tile visits."""
     seqlen_q, seqlen_k, window = sizes.seqlen_q, sizes.seqlen_k, sizes.window
-    if traits.varlen:
-        seqlen_q, seqlen_k = math.ceil(MEAN_LENGTH * seqlen_q), math.ceil(MEAN_LENGTH * seqlen_k)
     n, queries = tile.tile_n, min(tile.queries, seqlen_q)
     most = -(-seqlen_k // n)
     if traits.windowed and 0 < window < seqlen_k:
-        if seqlen_q == queries and not (traits.varlen or traits.top_left):
-            return most - max(0, seqlen_k - seqlen_q - window + 1) // n
         return min(most, (window + queries - 2) / n + 1)  # it begins anywhere
     if traits.causal and seqlen_q > queries:
         last = min(seqlen_k, seqlen_q) if traits.top_left else seqlen_k
@@ -105,18 +98,17 @@ def _steps(tile: ForwardSm90Tile, traits: Traits, sizes: Sizes) -> float:
 def _time(tile: ForwardSm90Tile, narrow: bool, traits: Traits, sizes: Sizes) -> float:
     """The time of a multiprocessor; of a mean sequence if its number is unknown."""
     d = max(traits.head_dim, traits.head_dim_v)
-    dims, n, most = 64 if d <= 64 else 128, tile.tile_n, tile.blocks_per_sm
+    n, most = tile.tile_n, tile.blocks_per_sm
     steps = _steps(tile, traits, sizes)
-    load = LOAD[dims] * (SECTORS if 64 < d <= 128 and d % 16 else 1)
-    capped = _is_of_scores(traits) or (traits.softcap and d <= 64)
-    rows = tile.tile_m * (NARROW if narrow else 1) * (CAP if capped else 1)
-    if tile.pack_heads > 1:
-        fewer = traits.varlen or traits.windowed or (traits.causal and not 64 < d <= 128)
-        rows *= PACKED if fewer or sizes.seqlen_q <= tile.tile_m else PACKED_FULL
+    load = LOAD[64 if d <= 64 else 128] * (SECTORS if 64 < d <= 128 and d % 16 else 1)
+    rows = tile.tile_m * (NARROW if narrow else 1) * (CAP if _is_of_scores(traits) else 1)
+    fewer = traits.varlen or traits.windowed or (traits.causal and not 64 < d <= 128)
+    if tile.pack_heads > 1 and sizes.seqlen_q > tile.tile_m and not fewer:
+        rows *= PACKED
 
     def work_tile(blocks: int) -> float:
         """The time of one of as many CTAs on a multiprocessor, divided by their number."""
-        row = rows * ROW[dims][min(blocks * tile.warpgroups, 4) - 1]
+        row = rows * (ROW[min(blocks * tile.warpgroups, 4) - 1] if d <= 64 else 1)
         return steps * (max(row, load) * n + STEP * row / blocks) + FILL * n * row / blocks
 
     lengths = (sizes.seqlen_q, -(-sizes.seqlen_q // 2)) if traits.varlen else (sizes.seqlen_q,)
@@ -125,8 +117,7 @@ def _time(tile: ForwardSm90Tile, narrow: bool, traits: Traits, sizes: Sizes) -> 
     if sizes.pairs is None or traits.varlen:
         return work * work_tile(most)
     work *= sizes.pairs / sizes.group / MULTIPROCESSORS
-    if traits.causal and (traits.top_left or sizes.seqlen_k < 2 * sizes.seqlen_q):
-        # The longest first, of up to twice the mean.
+    if traits.causal:  # the longest first, of up to twice the mean
         longest = sizes.seqlen_k / max(sizes.seqlen_k - min(sizes.seqlen_q, sizes.seqlen_k) / 2, 1)
         return max(longest * work_tile(1), work * work_tile(most))
     rounds, rest = divmod(math.ceil(work), most)
