@@ -257,20 +257,15 @@ def test_padding_of_head_dims():
 CHOSEN = """
 # Rows of a work tile follow the work.
 forward d64 512 50176 pairs=32 -> tile_m=64,tile_n=128
-forward d64 512 50176 -> tile_m=64,tile_n=64
 forward d64-causal 2048 2048 pairs=8 -> tile_m=64
-forward d64-varlen 4096 4096 pairs=8 -> tile_m=192
 forward d64-causal-varlen 2440 2440 pairs=26 -> tile_m=64
 forward d64-causal-varlen 8192 8192 pairs=26 -> tile_m=192
 forward d128-causal 1024 1024 pairs=64 -> tile_m=128
 forward d256 1024 1024 pairs=8 -> tile_m=64
 forward d72 1024 1024 pairs=256 -> tile_m=256
 forward d64 749 749 pairs=256 -> tile_m=256
-forward d64 577 577 pairs=256 -> tile_m=64
 forward d64-causal 4096 4096 pairs=128 -> tile_m=256
-forward d64 1100 1100 pairs=264 -> tile_m=192
 forward d64-causal 4096 4096 group=4,8 pairs=64 -> tile_m=256
-forward d80 1024 1024 pairs=256 -> tile_m=128
 forward d32-bias_bf16 32 128 pairs=16384 -> tile_m=64
 forward d128-bias_bf16 65 4096 pairs=8 -> tile_m=64
 forward d128-bias_bf16 65 4096 pairs=80 -> tile_m=128
@@ -293,7 +288,6 @@ backward d64-window 8192 8192 window=131 -> tile_m=128,tile_n=128
 backward d64-causal 3 131 -> tile_m=64,tile_n=128
 # Keys of a step waste few.
 forward d192 4096 64,65 -> tile_n=64
-forward d80 4096 1500,384 -> tile_n=128
 forward d80 4096 257 -> tile_n=96
 forward d80-causal 4096 257 -> tile_n=128
 forward d80-dropout 4096 270 -> tile_n=96
@@ -306,16 +300,13 @@ forward d64 16384 16384 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-causal 2048 2048 -> tile_m=64,tile_n=64,pack_heads=1
 forward d64-causal 8192 8192 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-window 16384 16384 window=2048 -> tile_m=64,tile_n=64,pack_heads=1
-forward d64-window 16384 16384 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-window 512 512 window=4096 -> tile_m=64,tile_n=64,pack_heads=1
-forward d64-causal-dropout 512 512 -> tile_m=64,tile_n=64,pack_heads=1
 forward d256-window 8192 8192 window=128 -> tile_m=128,tile_n=64,pack_heads=1
 # A tile holds the heads of a key head under a mask.
 forward d64-causal 8192 8192 group=1,5 -> pack_heads=1
 forward d64-causal 8192 8192 group=2,6 -> pack_heads=2
 forward d64-causal 8192 8192 group=16 -> pack_heads=16
 forward d256-causal 8192 8192 group=2,6 -> pack_heads=2
-forward d256-causal 8192 8192 group=5 -> pack_heads=1
 forward d256-causal,d256-varlen,d128-varlen 8192 8192 group=8 -> pack_heads=8
 forward d256,d128-causal 8192 8192 group=8 -> pack_heads=1
 # An odd group is packed where its work tiles then see fewer keys.
