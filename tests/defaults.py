@@ -141,13 +141,13 @@ kvcache-sm80 512,65536,4,16: bf16-d573x511-causal-seqused_k-paged-split_fixed-al
 """Kvcache kernels and the lengths they are chosen for: the rest of their names."""
 BY_LENGTHS = """
 # Forward kernels that have another tile for few queries, or on Hopper for short sequences.
-forward-sm90-bf16 512,512,1: d32 d32-causal d64 d64-causal d192 d192-causal d64-window d64-causal-varlen-seqused_k
+forward-sm90-bf16 512,512,1: d32 d32-causal d64 d64-causal d64-window d64-causal-varlen-seqused_k
 forward-sm90-bf16 1,4096,8: d64 d128 d256-causal
 forward-sm90-bf16 4,4096,4: d64-window-softcap-alibi-varlen-seqused_k d128-window-softcap-alibi-varlen-seqused_k
 forward-sm90-bf16 4,4096,4: d256-window-softcap-alibi-varlen-seqused_k
 forward-sm90-bf16 64,4096,4: d64-causal d128-causal-alibi d256-causal-softcap
 forward-sm90-bf16 1,4096,1: d128
-forward-sm90-bf16 4096,77,1: d64 d128-causal_top_left d192x128
+forward-sm90-bf16 4096,77,1: d64 d128-causal_top_left
 forward-sm90-bf16 64,64,1: d32-bias_bf16 d64-causal-bias_fp16 d64-bias_bf16 d128-causal-bias_bf16
 forward-sm90-bf16 2048,2048,1,4: d64 d64-causal d128 d128-causal d256 d256-causal
 forward-sm90-bf16 512,50176,1,32: d64 d64-window

