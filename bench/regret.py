@@ -89,7 +89,6 @@ def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
     from cute_attn.host import backward, plans, split_kv
 
     choices = (
-        (split_kv, "is_wanted", candidate.split is not None),
         (backward, "head_splits", candidate.head_splits),
         (backward, "key_splits", candidate.accumulators),
         (backward, "accumulators_in_order", candidate.accumulators),
@@ -101,7 +100,16 @@ def forced(candidate: Candidate, known: dict[str, dict]) -> Iterator[None]:
         for module, name, choice in choices:
             if choice:
                 stack.enter_context(mock.patch.object(module, name, lambda *_, choice=choice: choice))
+        if candidate.split is not None:
+            stack.enter_context(mock.patch.object(split_kv, "divided", divided))
         yield
+
+
+def divided(call: Any, kernel: Any, target: str, processors: int) -> tuple[Any, Any]:
+    """The choice of the kernels for a cache, whether or not it pays to divide keys."""
+    from cute_attn.host import split_kv
+
+    return split_kv.choose_kernel(split_kv.as_cache(call), target, processors)
 
 
 def new_plans() -> dict[str, dict]:

@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def may_divide_keys(self) -> bool:
-        """True if kernels for a cache could compute a forward: see :func:`cute_attn.host.split_kv.is_wanted`."""
+        """True if kernels for a cache could compute a forward: see :func:`cute_attn.host.split_kv.divided`."""
         plain = isinstance(self.of, Workload) and not (self.of.bias or self.of.dropout or self.function)
         return plain and self.kernel_op == "forward" and self.seqlen_k >= MAY_DIVIDE
 

@@ -88,8 +88,8 @@ def plan_forward(call: Call) -> Plan:
         if kernel.traits.arch == "sm90":
             processors = multiprocessors(call.q.get_device())
             check_steps(call, blocks, kernel.tile, processors)
-            if split_kv.is_wanted(call, kernel, target, processors):
-                return split_kv.make_plan(split_kv.as_cache(call))
+            if divided := split_kv.divided(call, kernel, target, processors):
+                return split_kv.make_plan(split_kv.as_cache(call), divided)
         terms = split_fp32.plan_forward(call, kernel, target)
         return terms or Plan(kernel, {"main": compiler.build(kernel, target)})
 

@@ -156,15 +156,18 @@ def plan_of(call: Call) -> Plan:
     return plans.plan(key, (*tensors, *call.epilogue_tensors), make)
 
 
-def make_plan(call: Call) -> Plan:
-    """The plan of a checked call. Its division: the :class:`Split`, and the shapes of partial O and LSE, or ()."""
+def make_plan(call: Call, chosen: tuple[Any, Split] | None = None) -> Plan:
+    """The plan of a checked call. Its division: the :class:`Split`, and the shapes of partial O and LSE, or ().
+
+    chosen: what :func:`choose_kernel` chose, if it was asked before.
+    """
     queries, capacity = call.longest
     if 0 in (call.batch, queries, capacity, math.prod(call.output_shapes()[0]), call.k_cache.shape[0]):
         return Plan()
     with on_device(call.q.get_device()):
         target = compiler.default_target("sm80")
         processors = multiprocessors(call.q.get_device())
-        kernel, split = choose_kernel(call, target, processors)
+        kernel, split = chosen or choose_kernel(call, target, processors)
         functions = {"main": compiler.build(kernel, target)}
         shapes = _partial_shapes(call, kernel, split, processors)
         combine = _combine(kernel, split, call, target)
@@ -209,32 +212,33 @@ def as_cache(call: Call) -> Call:
     return kept._replace(k=None, v=None, seqused_k=None)
 
 
-def is_wanted(call: Call, kernel: Any, target: str, multiprocessors: int) -> bool:
-    """True if splitting keys pays: few work tiles, many keys, and no feature that kernels for a cache lack.
+def divided(call: Call, kernel: Any, target: str, multiprocessors: int) -> tuple[Any, Split] | None:
+    """The choice of :func:`choose_kernel` for a call without a cache, if splitting keys pays; else None.
 
-    kernel: the forward kernel that would serve the call otherwise.
+    It pays for few work tiles, many keys, and no feature that kernels for a cache lack. kernel: the forward kernel that
+    would serve the call otherwise.
     """
     if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in KERNEL_DTYPES:
-        return False
+        return None
     if kernel.traits.top_left or call.aux == "softmax":
-        return False
+        return None
     if max(kernel.traits.head_dim, kernel.traits.head_dim_v) > LARGE_HEAD_DIM:
-        return False
+        return None
     if call.dropout or call.seqused_q is not None:
-        return False
+        return None
     if call.lists_blocks or not are_functions(call.epilogue_names):
-        return False
+        return None
     if call.bias is not None and call.longest[0] * call.group > FEW_BIASED:
-        return False
+        return None
     # Finding a kernel takes time. No split pays for so many work tiles, or for so few keys.
     if math.prod(call.q.shape[:-1]) > MOST_ROWS * multiprocessors:
-        return False
+        return None
     cached = as_cache(call)
     if PAYS * (cached.longest[1] * _key_bytes(cached) + START) < SECOND_LAUNCH:
-        return False
-    divided, split = choose_kernel(cached, target, multiprocessors)
-    costs = _costs(cached, divided.tile, multiprocessors)
-    return split.num_splits > 1 and costs[split.num_splits] <= PAYS * costs[1]
+        return None
+    chosen, split = choose_kernel(cached, target, multiprocessors)
+    costs = _costs(cached, chosen.tile, multiprocessors)
+    return (chosen, split) if split.num_splits > 1 and costs[split.num_splits] <= PAYS * costs[1] else None
 
 
 # ---- the kernel and how keys are divided ----

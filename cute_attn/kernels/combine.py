@@ -176,7 +176,7 @@ class Combine:
         shared = self.shared_memory(cute.recast_ptr(memory_start, dtype=Float32))
         place, own = rows.of(self, partials, cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
         if cutlass.const_expr(self.traits.arch == "sm90"):
-            # The kernel before wrote the partial results; the next one may start.
+            # The previous kernel wrote the partial results; the next one may start.
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         self.merge(partials[0].iterator, partials[1].iterator, own, shared, place, mO, mLSE, mSinks)

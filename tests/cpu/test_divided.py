@@ -38,7 +38,7 @@ def call(seqlen_q, seqlen_k, heads=(4, 4), dim=64, batch=1, packed=False, dtype=
 
 def wanted(params):
     kernel = choose_kernel(params, "sm90")
-    return split_kv.is_wanted(params, kernel, "sm90", PROCESSORS)
+    return split_kv.divided(params, kernel, "sm90", PROCESSORS)
 
 
 def distance(score, b, h, q_idx, kv_idx):
@@ -168,7 +168,7 @@ def test_the_same_bits_of_latent_values_have_a_plan_of_their_own(monkeypatch):
 
 def test_ampere_keeps_its_forward():
     params = call(1, 8192)
-    assert not split_kv.is_wanted(params, choose_kernel(params, "sm80"), "sm80", PROCESSORS)
+    assert not split_kv.divided(params, choose_kernel(params, "sm80"), "sm80", PROCESSORS)
     traits = split_kv.traits_of(split_kv.as_cache(call(1, 8192, packed=True)), "sm80", "fixed")
     with pytest.raises(registry.Unsupported, match="varlen_k is True"):
         registry.lookup(traits)

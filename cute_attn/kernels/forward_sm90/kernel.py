@@ -332,7 +332,11 @@ class ForwardSm90(AttentionKernel):
 
     def produce(self, params: ForwardParams, storage: ForwardStorage, inputs: ForwardInputs) -> None:
         """Claim and load work tiles, by the producer warp."""
-        Producer(self, params, storage, TileLoads(inputs, storage)).run()
+        Producer(self, params, storage, self.loads(inputs, storage, params)).run()
+
+    def loads(self, inputs: ForwardInputs, storage: ForwardStorage, params: ForwardParams) -> Any:
+        """How the producer loads a work tile."""
+        return TileLoads(inputs, storage)
 
     def consume(
         self,

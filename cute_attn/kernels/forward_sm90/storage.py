@@ -50,7 +50,7 @@ class ForwardStorage:
 
 @dataclass(frozen=True)
 class ForwardParams:
-    """Lengths, scale, epilogue arguments and the order of work tiles. The last four fields are set only with a cache.
+    """Lengths, scale, epilogue arguments and the order of work tiles. The last three fields are set only with a cache.
 
     Attributes:
         counters: see ``ForwardSchedule``.
@@ -65,7 +65,6 @@ class ForwardParams:
     counters: cute.Tensor
     nheads: Int32
     rows: KeyRows | None = None
-    batch: Int32 | None = None
     splits: cute.FastDivmodDivisorV2 | None = None
     partials: Partials | None = None
 

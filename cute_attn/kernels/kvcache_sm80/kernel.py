@@ -67,7 +67,6 @@ class CacheParams:
     scale_log2: Float32
     score_args: tuple
     nheads: Int32
-    batch: Int32
     grid: QueryGrid
     partials: Partials | None
     splits: cute.FastDivmodDivisorV2 | None  # number of splits of a query block, with split "fixed"
@@ -144,10 +143,10 @@ class KvcacheSm80(ForwardSm80):
         stream: cuda.CUstream,
     ) -> None:
         tile = self.tile
-        batch, nheads, nheads_kv = seqlens.batch(mQ), mQ.shape[-2], mK.shape[-2]
+        nheads, nheads_kv = mQ.shape[-2], mK.shape[-2]
         m_blocks = cute.ceil_div(seqlens.max_seqlen_q, tile.queries)
         grid = QueryGrid.make(m_blocks, nheads, nheads_kv, tile.pack_heads)
-        blocks, splits = m_blocks * grid.planes * batch, None
+        blocks, splits = grid.tiles(seqlens.batch(mQ)), None
         if cutlass.const_expr(self.traits.split == "fixed"):
             blocks *= partials.num_splits  # type: ignore[union-attr]
             splits = cute.FastDivmodDivisorV2(partials.num_splits)  # type: ignore[union-attr]
@@ -155,7 +154,7 @@ class KvcacheSm80(ForwardSm80):
         scale_log2 = self.epilogues.scale_log2(score_args[0] if self.traits.softcap else softmax_scale)
         params = CacheParams(
             *(mQ, mK, mV, mO, mLSE, seqlens, KeyRows.make(mK, tables)),
-            *(softmax_scale, scale_log2, score_args, nheads, batch),
+            *(softmax_scale, scale_log2, score_args, nheads),
             *(grid, partials, splits),
         )
         self.kernel(params).launch(

@@ -31,7 +31,6 @@ from cute_attn.kernels import fakes
 from cute_attn.kernels.base import beyond_cache
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.forward_sm90.consumer import Consumer
-from cute_attn.kernels.forward_sm90.producer import Producer
 from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, ForwardStorage
 from cute_attn.kernels.kvcache_sm90.heuristics import cache_tile
 from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults, FoldedConsumer
@@ -108,7 +107,7 @@ class KvcacheSm90(ForwardSm90):
         grid = cutlass.min(tile.blocks_per_sm * schedule.multiprocessors, work_items)
         params = ForwardParams(
             seqlens, softmax_scale, score_args, order, schedule.counters, mQ.shape[-2],
-            KeyRows.make(mK, tables), seqlens.batch(mQ), splits, partials,
+            KeyRows.make(mK, tables), splits, partials,
         )  # fmt: skip
         self.kernel(params, inputs, ForwardOutputs(None, mO, mLSE)).launch(
             grid=[grid, 1, 1],
@@ -143,10 +142,6 @@ class KvcacheSm90(ForwardSm90):
         cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.traits.divides_keys):
             cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def produce(self, params: ForwardParams, storage: ForwardStorage, inputs: ForwardInputs) -> None:
-        Producer(self, params, storage, self.loads(inputs, storage, params)).run()
 
     @property
     def consumer(self) -> type[Consumer]:
