@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cute_attn.host import counters, memory
 from cute_attn.host.memory import ALIGNMENT_BYTES, Tensors, as_strided, overlap
-from cute_attn.host.slots import TYPES, Slot, array, current_stream, slot, takes_slots
+from cute_attn.host.slots import CUDA, TYPES, Slot, array, set_stream, slot, takes_slots
 
 # ---- a call's steps ----
 
@@ -313,10 +313,9 @@ class Recording:
         return Record(
             device=given[used[0]].get_device(), tensors=used, aligned=tuple(aligned),
             same=tuple((j, i) for i, j in enumerate(first) if i != j), made=tuple(made),
-            own=tuple(x == y for x, y in zip(made, self._made, strict=True)), launches=tuple(launches),
-            results=tuple(_numbered(x, number) for x in places), single=single, written=written,
-            apart=tuple(pair for pair in pairs if self._are_apart(given, used, *pair)), counts=tuple(self.counts),
-            constant=constant, plan=self.plan, saved=self._saved(given),
+            launches=tuple(launches), results=tuple(_numbered(x, number) for x in places), single=single,
+            written=written, apart=tuple(pair for pair in pairs if self._are_apart(given, used, *pair)),
+            counts=tuple(self.counts), constant=constant, plan=self.plan, saved=self._saved(given),
         )  # fmt: skip
 
     def _are_apart(self, given: list[Any], used: tuple[int, ...], i: int, j: int) -> bool:
@@ -367,15 +366,13 @@ class _BoundLaunch(NamedTuple):
 
     Attributes:
         function: launches the kernel.
-        arguments: a list; each call fills in the two entries below.
-        whole: (index, source) of an argument passed as a torch tensor, by which TVM FFI finds the stream, or None.
+        arguments: a list; each call fills in the entry below.
         work_tiles: index of the ``ForwardSchedule`` argument, or None.
         of_torch: whether the launch is a :func:`step`; its tensors are then ``_Place`` objects.
     """
 
     function: Callable[..., None]
     arguments: list[Any]
-    whole: tuple[int, int] | None
     work_tiles: int | None
     of_torch: bool = False
 
@@ -386,12 +383,10 @@ class _Bound(NamedTuple):
     Attributes:
         launches: the call's launches.
         addresses: (address, source, offset) of the slots among the launches' arguments.
-        streams: whether every launch finds its stream by a torch tensor among its arguments, or needs none.
     """
 
     launches: tuple[_BoundLaunch, ...]
     addresses: tuple[tuple[Any, int, int], ...]
-    streams: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +399,6 @@ class Record:
         aligned: sources that a kernel reads in place and that were 16-byte aligned; in later calls they must be, too.
         same: pairs of sources that started at one address; in later calls they must, too.
         made: shape, strides and dtype of each allocation, or the function that makes a tensor, in order.
-        own: for each allocation, whether its layout is the one that kernels received.
         launches: (function, recorded arguments, whether it is a :func:`step`) of each launch.
         results: ``_Place`` of each result that is a tensor, the value of any other result.
         single: whether the result is one tensor instead of a tuple.
@@ -421,7 +415,6 @@ class Record:
     aligned: tuple[int, ...]
     same: tuple[tuple[int, int], ...]
     made: tuple[Any, ...]
-    own: tuple[bool, ...]
     launches: tuple[tuple[Callable[..., None], tuple, bool], ...]
     results: tuple[Any, ...]
     single: bool
@@ -458,11 +451,14 @@ class Record:
             bound = self._bind()
         for address, source, offset in bound.addresses:
             address.value = starts[source] + offset
-        if bound.streams:
+        if self.device < 0:
             self._launch(bound, sources)
-        else:
-            with current_stream(self.device):
+        else:  # on torch's current stream
+            stream = set_stream(CUDA, self.device, torch._C._cuda_getCurrentRawStream(self.device))
+            try:
                 self._launch(bound, sources)
+            finally:
+                set_stream(CUDA, self.device, stream)
         self.free.append(bound)
         for counter, entry in self.counts:
             with counter.lock:
@@ -479,20 +475,15 @@ class Record:
         return found[0] if self.single else tuple(found)
 
     def _launch(self, bound: _Bound, sources: list[Tensor]) -> None:
-        for function, arguments, whole, work_tiles, of_torch in bound.launches:
+        for function, arguments, work_tiles, of_torch in bound.launches:
             if of_torch:
                 function(*[_with_tensors(x, sources) for x in arguments])
                 continue
             if work_tiles is not None:
                 arguments[work_tiles] = counters.schedule(self.device)
-            if whole is None:
-                function(*arguments)
-            else:
-                arguments[whole[0]] = sources[whole[1]]
-                function(*arguments)
-                arguments[whole[0]] = None  # keep no tensor alive
+            function(*arguments)
             if work_tiles is not None:
-                arguments[work_tiles] = None  # nor counters: a CUDA graph's capture allocates them
+                arguments[work_tiles] = None  # keep no counters alive: a CUDA graph's capture allocates them
 
     def _bind(self) -> _Bound:
         addresses: list[tuple[Any, int, int]] = []
@@ -507,25 +498,17 @@ class Record:
         launches = []
         for function, recorded, of_torch in self.launches:
             if of_torch:
-                launches.append(_BoundLaunch(function, list(recorded), None, None, True))
+                launches.append(_BoundLaunch(function, list(recorded), None, True))
                 continue
-            whole, work_tiles, arguments = None, None, []
+            work_tiles, arguments = None, []
             for i, x in enumerate(recorded):
                 if x is _WorkTiles:
                     work_tiles, value = i, None
-                elif whole is None and isinstance(x, _Place) and self._is_torchs(x):
-                    whole, value = (i, x.source), None
                 else:
                     value = bind(x)
                 arguments.append(array(value) if isinstance(value, tuple) else value)
-            launches.append(_BoundLaunch(function, arguments, whole, work_tiles))
-        streams = self.device < 0 or all(one.of_torch or one.whole is not None for one in launches)
-        return _Bound(tuple(launches), tuple(addresses), streams)
-
-    def _is_torchs(self, place: _Place) -> bool:
-        """True if the argument is one of the call's tensors or allocations itself, rather than a view."""
-        given = len(self.tensors)
-        return place.whole and (place.source < given or self.own[place.source - given])
+            launches.append(_BoundLaunch(function, arguments, work_tiles))
+        return _Bound(tuple(launches), tuple(addresses))
 
 
 def _view(place: _Place, made: Tensor) -> Tensor:
