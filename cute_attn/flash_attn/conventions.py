@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,15 @@ from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.host import doors, plans
 from cute_attn.host.checks import check_starts
 from cute_attn.host.fused_qkv import unbind
-from cute_attn.host.values import check_dense, check_dtype, is_one_of, number, shown, wrong_shape
+from cute_attn.host.values import (
+    check_dense,
+    check_dtype,
+    is_one_of,
+    number,
+    python_number,
+    shown,
+    wrong_shape,
+)
 
 Given = dict[str, Any]
 """A function's arguments by name, with the names of FlashAttention-2's public functions where others differ."""
@@ -132,7 +140,7 @@ def whole_number(name: str, length: Any) -> Any:
         ) from None
 
 
-def longest(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
+def longest(lengths: Sequence[Any]) -> tuple[Any, ...]:
     """max_seqlen_q and max_seqlen_k as ints. lengths: both cu_seqlens, then both max_seqlens."""
     return whole_number("max_seqlen_q", lengths[2]), whole_number("max_seqlen_k", lengths[3])
 
@@ -169,13 +177,32 @@ def refuse(given: Given, *names: str) -> None:
             raise NotImplementedError(f"{name} is {what}; accepted: its default, as no kernel here reads it")
 
 
-def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
-    """Views q, k and v of a packed qkv, or k and v of a packed kv."""
-    check_tensors(**{name: packed})
-    if packed.dim() != dims or packed.shape[-3] != parts:
-        rows = "batch, seqlen" if dims == 5 else "total"
-        raise wrong_shape(name, packed, f"({rows}, {parts}, nheads, head_dim)")
-    return unbind(packed)
+def tensors_of(given: Given) -> tuple[Tensor, ...]:
+    """q, k and v: arguments, or views of a packed qkv or kv."""
+    rows, dims = ("batch, seqlen", 5) if lengths_of(given) is None else ("total", 4)
+    own = [given[name] for name in ("q", "k", "v") if name in given]
+    for name, count in (("qkv", 3), ("kv", 2)):
+        if name in given:
+            packed = given[name]
+            check_tensors(**{name: packed})
+            if "num_heads_q" in given and packed.dim() == 4:
+                return split_heads(packed, given["num_heads_q"])
+            if packed.dim() != dims or packed.shape[-3] != count:
+                raise wrong_shape(name, packed, f"({rows}, {count}, nheads, head_dim)")
+            own += unbind(packed)
+    return tuple(own)
+
+
+def split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
+    """Views q, k and v of qkv (batch, seqlen, heads, head_dim): heads of q first, then of k, then as many of v."""
+    heads, num_heads_q = qkv.shape[2], python_number(num_heads_q)
+    if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q is {shown(num_heads_q)} with a qkv of {heads} heads; accepted: an int that leaves as many "
+            "heads to k as to v"
+        )
+    keys = (heads - num_heads_q) // 2
+    return qkv.split([num_heads_q, keys, keys], dim=2)
 
 
 def plus_infinity(lse: Tensor) -> Tensor:
@@ -183,31 +210,29 @@ def plus_infinity(lse: Tensor) -> Tensor:
     return lse.nan_to_num(math.nan, math.inf, math.inf)
 
 
-def note(door: str, tensors: tuple[Tensor, ...], given: Given, **others: Any) -> None:
-    """Count a call of function ``door``. tensors: q, k and v. others: arguments, named as in PyTorch's operators."""
+def note(door: str, tensors: Sequence[Tensor], given: Given) -> None:
+    """Count a call of function ``door``. tensors: q, k and v."""
     noted: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
-    doors.note(door, noted | {"is_causal": given["causal"], "softcap": given["softcap"]} | others)
+    noted |= {"is_causal": given["causal"], "softcap": given["softcap"], "dropout_p": given.get("dropout_p")}
+    noted["cum_seq_q"] = given.get("cu_seqlens", given.get("cu_seqlens_q"))
+    doors.note(door, noted | {"block_table": given.get("block_table", given.get("page_table"))})
 
 
-def attend(
-    door: str, tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, given: Given, **options: Any
-) -> tuple[Tensor, ...]:
+def attend(door: str, given: Given, **options: Any) -> tuple[Tensor, ...]:
     """Call :func:`cute_attn.attention`, or ``attention_varlen``. Returns a tuple of their results.
 
     Args:
         door: name of the function that is counted.
-        tensors: q, k and v.
-        lengths: see :func:`lengths_of`.
         options: other arguments of that function.
     """
+    tensors, lengths = tensors_of(given), lengths_of(given)
     options |= scores_of(given)
     q, k, v = tensors
     if lengths is None:
         found: Any = attention(q, k, v, **options)
     else:
         found = attention_varlen(q, k, v, *lengths[:2], *longest(lengths), **options)
-    noted = {"dropout_p": given["dropout_p"]} if "dropout_p" in given else {}
-    note(door, tensors, given, cum_seq_q=None if lengths is None else lengths[0], **noted)
+    note(door, tensors, given)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -231,14 +256,13 @@ def attend_cache(door: str, given: Given, **options: Any) -> tuple[Tensor, Tenso
         own.pop("rotary_seqlens", None)
     tensors = q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     found: Any = attention_with_kvcache(q, k_cache, v_cache, **own, **scores_of(given))
-    note(door, tensors, given, cum_seq_q=own.get("cu_seqlens_q"), block_table=own.get("page_table"))
+    note(door, tensors, given)
     return found if isinstance(found, tuple) else (found, None)
 
 
-def attend_pages(
-    door: str, tensors: tuple[Tensor, ...], lengths: Any, given: Given, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Attend packed queries to paged keys. door, lengths: see :func:`attend`. Returns out, and lse or None."""
+def attend_pages(door: str, given: Given, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Attend packed queries to paged keys. door: see :func:`attend`. Returns out, and lse or None."""
+    tensors, lengths = [given[name] for name in ("q", "k", "v")], [given[name] for name in LENGTHS]
     table, dropout_p = given["block_table"], given["dropout_p"]
     if probability(dropout_p):
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; accepted: 0")

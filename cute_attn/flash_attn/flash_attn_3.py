@@ -21,20 +21,19 @@ from torch import Tensor
 
 from cute_attn.api.merge import merge_attention
 from cute_attn.flash_attn.conventions import (
+    LENGTHS,
     Given,
     Result,
     attend,
     attend_cache,
     check_tensors,
     flag,
-    lengths_of,
     refuse,
     takes,
-    unpack,
 )
 from cute_attn.flash_attn.operators import backward
 from cute_attn.host.checks import check_written
-from cute_attn.host.values import python_number, shown, wrong_shape
+from cute_attn.host.values import wrong_shape
 
 __all__ = [
     "_flash_attn_backward", "_flash_attn_forward", "flash_attn_combine", "flash_attn_func",
@@ -223,9 +222,8 @@ def _flash_attn_forward(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         out, lse = attend_cache(door, given | cache, out=given["out_"], return_lse=True)
         assert lse is not None
     else:
-        lengths, used = _lengths(given, "seqused_q", "seqused_k")
-        tensors = (given["q"], given["k"], given["v"])
-        out, lse = attend(door, tensors, lengths, given, return_lse=True, out=given["out_"], **used)
+        given, used = _with_lengths(given, "seqused_q", "seqused_k")
+        out, lse = attend(door, given, return_lse=True, out=given["out_"], **used)
     return out, lse, *_accumulators(out)
 
 
@@ -249,45 +247,27 @@ def _flash_attn_backward(given: Given) -> Tensor:
 
     Returns a tensor of size 0 in place of the row sums of dout * out.
     """
-    lengths, used = _lengths(given, "sequed_q", "sequed_k")
-    if lengths is not None:
+    given, used = _with_lengths(given, "sequed_q", "sequed_k")
+    if "cu_seqlens_k" in given:
         check_tensors(cu_seqlens_k=given["cu_seqlens_k"])
-    return backward(given, lengths, "flash_attn_3._flash_attn_backward", **used)
+    return backward(given, "flash_attn_3._flash_attn_backward", **used)
 
 
 def _attend(door: str, given: Given, **used: Tensor | None) -> Result:
     refuse(given, *_REFUSED)
-    if "qkv" in given:
-        qkv = given["qkv"]
-        check_tensors(qkv=qkv)
-        tensors = _heads(qkv, given["num_heads_q"]) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
-    else:
-        tensors = (given["q"], given["k"], given["v"])
     own: dict[str, Any] = {"deterministic": flag("deterministic", given["deterministic"])}
     own["return_lse"] = flag("return_attn_probs", given["return_attn_probs"])
-    found = attend(door, tensors, lengths_of(given), given, **own, **used)
+    found = attend(door, given, **own, **used)
     return found if len(found) > 1 else found[0]
 
 
-def _lengths(given: Given, used_q: str, used_k: str) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
-    """:func:`lengths_of` packed sequences, None of batches; and how many rows of each exist."""
+def _with_lengths(given: Given, used_q: str, used_k: str) -> tuple[Given, dict[str, Any]]:
+    """The arguments, of batches without those of packed sequences; and how many rows of each sequence exist."""
     used = {"seqused_k": given[used_k]}
     if given["cu_seqlens_q"] is not None:
-        return lengths_of(given), used | {"seqused_q": given[used_q]}
+        return given, used | {"seqused_q": given[used_q]}
     _alone("without cu_seqlens_q", given, "cu_seqlens_k", used_q)
-    return None, used
-
-
-def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
-    """Split qkv (batch, seqlen, heads, head_dim) into q, k and v."""
-    heads, num_heads_q = qkv.shape[2], python_number(num_heads_q)
-    if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
-        raise ValueError(
-            f"num_heads_q is {shown(num_heads_q)} with a qkv of {heads} heads; accepted: an int that leaves as many "
-            "heads to k as to v"
-        )
-    keys = (heads - num_heads_q) // 2
-    return qkv.split([num_heads_q, keys, keys], dim=2)
+    return {name: x for name, x in given.items() if name not in LENGTHS}, used
 
 
 def _accumulators(out: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,6 @@ from cute_attn.flash_attn.conventions import (
     plus_infinity,
     probability,
     takes,
-    unpack,
 )
 from cute_attn.flash_attn.operators import (
     _flash_attn_backward,
@@ -175,20 +174,14 @@ def flash_attn_with_kvcache(given: Given) -> Result:
 
 def _attend(given: Given) -> Result:
     """The result of a call of batches or packed sequences, with q, k and v in one to three tensors."""
-    lengths = lengths_of(given)
-    tensors, dims = tuple(given[name] for name in ("q", "k", "v") if name in given), 4 if lengths else 5
-    if "qkv" in given:
-        tensors = unpack("qkv", given["qkv"], dims, 3)
-    elif "kv" in given:
-        tensors += unpack("kv", given["kv"], dims, 2)
     deterministic, probs = (flag(name, given[name]) for name in ("deterministic", "return_attn_probs"))
-    door = "flash_attn.flash_attn_func" if lengths is None else "flash_attn.flash_attn_varlen_func"
+    door = f"flash_attn.flash_attn_{'varlen_' if lengths_of(given) else ''}func"
     if given.get("block_table") is not None:
-        out, lse = attend_pages(door, tensors, lengths, given, probs)
+        out, lse = attend_pages(door, given, probs)
         return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))
     drops = probability(given["dropout_p"])
     arguments = {"dropout_p": drops, "deterministic": deterministic, "return_lse": probs}
-    out, *others = attend(door, tensors, lengths, given, return_softmax=bool(probs and drops), **arguments)
+    out, *others = attend(door, given, return_softmax=bool(probs and drops), **arguments)
     if not probs:
         return out
     return out, plus_infinity(others[0]), others[1] if drops else out.new_empty(0)

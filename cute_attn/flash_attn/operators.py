@@ -70,7 +70,7 @@ def _flash_attn_varlen_forward(given: Given) -> Outputs:
 @takes(f"{_OUTER} dq dk dv {_SCORES} deterministic rng_state=None")
 def _flash_attn_backward(given: Given) -> Tensor:
     """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`; writes to dq, dk and dv."""
-    return backward(given, lengths_of(given))
+    return backward(given)
 
 
 @takes(f"{_OUTER} dq dk dv {_LENGTHS} {_SCORES} deterministic rng_state=None zero_tensors=False")
@@ -79,7 +79,7 @@ def _flash_attn_varlen_backward(given: Given) -> Tensor:
 
     Rows that belong to no sequence become 0, with or without zero_tensors.
     """
-    return backward(given, lengths_of(given))
+    return backward(given)
 
 
 def forward(given: Given) -> Outputs:
@@ -88,9 +88,9 @@ def forward(given: Given) -> Outputs:
     lengths = lengths_of(given)
     options: dict[str, Any] = {"return_lse": True}
     door = f"flash_attn._flash_attn_{'varlen_' if lengths else ''}forward"
-    tensors = q, k, v = given["q"], given["k"], given["v"]
+    q, k, v = given["q"], given["k"], given["v"]
     if given.get("block_table") is not None:
-        out, lse = attend_pages(door, tensors, lengths, given, True)
+        out, lse = attend_pages(door, given, True)
         assert lse is not None
         return out, plus_infinity(lse), out.new_empty(0), out.new_zeros(2, dtype=torch.int64)
     check_tensors(q=q, k=k, v=v)
@@ -101,16 +101,17 @@ def forward(given: Given) -> Outputs:
         options |= {"rng_state": state, "return_softmax": wants_softmax}
     if lengths is not None:
         options["seqused_k"] = given["seqused_k"]
-    out, lse, *softmax = attend(door, tensors, lengths, given, dropout_p=dropout_p, **options)
+    out, lse, *softmax = attend(door, given, dropout_p=dropout_p, **options)
     return out, plus_infinity(lse), softmax[0] if softmax else out.new_empty(0), state
 
 
-def backward(given: Given, lengths: tuple[Any, ...] | None, door: str = "", **options: Any) -> Tensor:
+def backward(given: Given, door: str = "", **options: Any) -> Tensor:
     """Write gradients to dq, dk and dv, those that are not None. Returns a tensor of size 0.
 
-    lengths: both cu_seqlens and both max_seqlens, None for batches. door: name of the function that is counted, by
-    default FlashAttention-2's. options: further arguments of attention_backward.
+    door: name of the function that is counted, by default FlashAttention-2's. options: further arguments of
+    attention_backward.
     """
+    lengths = lengths_of(given)
     door = door or f"flash_attn._flash_attn_{'varlen_' if lengths else ''}backward"
     tensors = {name: given[name] for name in _OUTER.split()}
     into = {name: given[f"d{name}"] for name in "qkv" if given[f"d{name}"] is not None}
@@ -128,6 +129,5 @@ def backward(given: Given, lengths: tuple[Any, ...] | None, door: str = "", **op
             attention_backward(*tensors.values(), **options)
         else:
             attention_varlen_backward(*tensors.values(), *lengths[:2], *longest(lengths), **options)
-    starts = lengths and lengths[0]
-    note(door, (given["q"], given["k"], given["v"]), given, dropout_p=dropout_p, cum_seq_q=starts)
+    note(door, (given["q"], given["k"], given["v"]), given)
     return nothing
