@@ -9,7 +9,7 @@ from cute_attn.host import plans, record
 from cute_attn.host.call import define
 from cute_attn.host.checks import check_like
 from cute_attn.host.dispatch import refuse_derivatives
-from cute_attn.host.memory import Tensors, materialized, on_device
+from cute_attn.host.memory import Tensors, on_device
 from cute_attn.host.merge import check, check_for_kernels, launch
 from cute_attn.host.values import check_present, shown, tensors_of
 from cute_attn.reference import kvcache as kvcache_reference
@@ -69,7 +69,7 @@ def _merge(tensors: Tensors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]
             f"dtype is {shown(dtype)}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
         )
     refuse_derivatives(named, "merge_attention")
-    return torch.ops.cute_attn.merge.default(*materialized(tensors), outs.dtype if dtype is None else dtype)
+    return torch.ops.cute_attn.merge.default(*tensors, outs.dtype if dtype is None else dtype)
 
 
 def _stacked(name: str, partials: Tensor | Sequence[Tensor]) -> Tensor:

@@ -28,8 +28,8 @@ class Served(Counter[tuple[str, str]]):
     private functions.
     """
 
-    lock: threading.Lock
-    """Guards all call counters. Keep no reference to this lock: a forked process has another one."""
+    lock = threading.Lock()
+    """Guards all call counters."""
 
     def add(self, door: str, reason: str = "") -> None:
         """Count a call, and later each call that repeats it from a record."""
@@ -39,12 +39,7 @@ class Served(Counter[tuple[str, str]]):
             thread.recording.counts.append((self, (door, reason)))
 
 
-def _new_lock() -> None:
-    Served.lock = threading.Lock()
-
-
-_new_lock()
-os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
+os.register_at_fork(after_in_child=Served.lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
 
 
 served = Served()
