@@ -6,7 +6,6 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,11 +44,8 @@ os.register_at_fork(after_in_child=Served.lock._at_fork_reinit)  # type: ignore[
 served = Served()
 """The calls of this process."""
 
-observer: Callable[..., Any] | None = None
-"""Set by :mod:`cute_attn.sdpa.observe` while it watches how PyTorch's operators are called."""
-
-watcher: Callable[[str, dict[str, Any], str], None] | None = None
-"""The same for all other doors: called with the door, its arguments by name, and why no kernel ran, or ""."""
+observer: Any = None
+"""The :class:`cute_attn.sdpa.observe.Observer` while it watches: called with PyTorch's calls, and notes others."""
 
 
 def note(door: str, given: dict[str, Any]) -> None:
@@ -59,8 +55,8 @@ def note(door: str, given: dict[str, Any]) -> None:
     query = given["query"]
     reason = "" if query.is_cuda else f"query is on {query.device}, where the reference computes it"
     served.add(door, reason)
-    if watcher is not None:
-        watcher(door, given, reason)
+    if observer is not None:
+        observer.note(door, given, reason)
 
 
 # ---- activation ----

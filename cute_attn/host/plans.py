@@ -225,10 +225,10 @@ def may_repeat(options: tuple, q: Any) -> bool:
     """True if equal arguments of a drop-in's function mean equal calls, so that :func:`repeat` may serve them.
 
     False in fp32, which depends on autocast and PyTorch's precision, and if an option is a tensor or a non-Python
-    number, whose value each call reads. Also False in compiled code and under a watcher, which must see each call.
+    number, whose value each call reads. Also False in compiled code and under an observer, which must see each call.
     options: the arguments except tensors, some of them in tuples.
     """
-    if torch.compiler.is_compiling() or doors.watcher is not None:
+    if torch.compiler.is_compiling() or doors.observer is not None:
         return False
     if not isinstance(q, Tensor) or q.dtype == torch.float32:
         return False
