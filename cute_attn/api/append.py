@@ -110,6 +110,7 @@ def _append(tensors: Tensors, rotary_interleaved: bool, check_lengths: bool) -> 
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_writable(name, x)
     refuse_derivatives(call.tensors(), "append_kv")
+    call = call.materialized()
     if check_lengths:
         check_append(call)
         _check_lengths(call)

@@ -17,7 +17,7 @@ from cute_attn.host.call import BIAS, NUM_TENSORS, PYTORCHS, Call, pack_epilogue
 from cute_attn.host.checks import DROPOUTS, check_like, check_starts, check_writable
 from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.forward import Outputs
-from cute_attn.host.memory import Tensors
+from cute_attn.host.memory import Tensors, materialized
 from cute_attn.host.record import drawn
 from cute_attn.host.values import (
     check_choice,
@@ -653,8 +653,9 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
         choose.check_words(kernel, forward=tile, backward=backward_tile)
     mask, window_left, window_right = resolve_mask(options.causal, options.window)
     names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
+    tensors = materialized(tensors)
     values = (
-        *tensors[:-1], tensors[-1] if options.dropout_p else None, epilogue_tensors,
+        *tensors[:-1], tensors[-1] if options.dropout_p else None, materialized(epilogue_tensors),
         length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
         length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
         scale_of(options.softmax_scale, q), mask, window_left, window_right, number("softcap", options.softcap),

@@ -47,6 +47,7 @@ from cute_attn.host.memory import (
     has_memory,
     is_lazy,
     is_readable,
+    materialized,
     on_device,
     write_owned,
 )
@@ -304,20 +305,16 @@ def _attend(
         sequences = Packed((), sizes, shapes)
     named = all_epilogues(tensors, named, functions, packed=sequences)
     names, own, numbers = pack_epilogues(named)
+    own = materialized(own)
     call = call._replace(
         epilogues=names, epilogue_tensors=own, epilogue_numbers=numbers, precision=_precision(q)
     )
     check_tensors(call, ("q", "k_cache", "v_cache"))
     if q.device.type == "cpu" and (call.kernel or call.tile):
         check_words(call.kernel, kvcache=call.tile)
-    for name in ("k_cache", "v_cache"):
-        x = getattr(call, name)
-        if call.k is not None:
-            check_writable(name, x)
-        elif not torch.compiler.is_compiling() and is_lazy(
-            x
-        ):  # what an operator may write, torch does not materialize
-            call = call._replace(**{name: x.clone()})
+    for name in ("k_cache", "v_cache") if call.k is not None else ():
+        check_writable(name, getattr(call, name))
+    call = call.materialized()
     refuse_derivatives(call.tensors(), "attention_with_kvcache")
     # Shapes are compared with out's below; while a compiler traces, the operator checks.
     if check_lengths or (out is not None and no_dispatch_mode()):

@@ -80,8 +80,11 @@ def forward_into(call: Call, out: Tensor) -> Outputs:
     check_out(call, out, rows=True)
     if forward_ad._current_level >= 0:
         functorch.refuse_out(call)
-    if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors, out)):
-        return forward_cuda(call, out) if call.q.is_cuda else forward_cpu(call, out)
+    tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, out)
+    if call.q.is_cuda and no_dispatch_mode() and all_plain(tensors):
+        outputs = launch(call, out)
+        overwritten(out, alone=True)
+        return outputs
     result, *others = forward(call)
     return write_owned(out, result, call.cu_seqlens_q), *others  # type: ignore[return-value]
 
@@ -121,19 +124,11 @@ def _all_gradients(
     return (*found, *(None if target is None else gradient_of(x, target) for target, x in pairs))
 
 
-def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
-    """Launch the call's kernel on the current stream of q's device. into: memory for out."""
-    outputs = launch(call, into)
-    if into is not None:
-        overwritten(into, alone=True)
-    return outputs
-
-
 # ---- CPU ----
 
 
-def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
-    """Compute the reference, differentiable by autograd. into: memory for out."""
+def forward_cpu(call: Call) -> Outputs:
+    """Compute the reference, differentiable by autograd."""
     if call.q.device.type != "cpu":
         raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
     check(call)
@@ -144,8 +139,6 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
         return_softmax=call.aux == "softmax",
         return_max_scores=call.aux == "max_scores",
     )
-    if into is not None:
-        return write_owned(into, out, call.cu_seqlens_q), lse, aux
     # All inputs have gradients, as on CUDA: zeros for v if only lse is used, and for all if nothing is computed.
     inputs = call.differentiable
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), aux
@@ -183,7 +176,7 @@ def _with_list(arguments: tuple) -> tuple:
 
 
 def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, aux = forward_cuda(call_of(arguments))
+    out, lse, aux = launch(call_of(arguments))
     return out, lse, nothing(out) if aux is None else aux
 
 

@@ -19,6 +19,7 @@ from cute_attn.host.imports import after_import
 from cute_attn.host.memory import (
     as_strided,
     is_first_columns,
+    materialized,
     regular,
     regular_strides,
     row_alignment,
@@ -157,6 +158,13 @@ class Call(NamedTuple):
         """The fields that are single tensors or None, and all other fields except ``epilogue_tensors``."""
         cache = self[_FIRST_CACHE:_LAST_CACHE]
         return (*self[:NUM_TENSORS], *cache), (*self[NUM_TENSORS + 1 : _FIRST_CACHE], *self[_LAST_CACHE:])
+
+    def materialized(self) -> Self:
+        """The call with lazy tensors copied. Caches that the call writes are kept: they are never lazy."""
+        kept = ("k_cache", "v_cache") if self.k is not None else ()
+        names = [name for name in SINGLE_TENSORS if name not in kept]
+        found = materialized(getattr(self, name) for name in names)
+        return self._replace(**dict(zip(names, found, strict=True)))
 
     @property
     def differentiable(self) -> tuple[Any, ...]:

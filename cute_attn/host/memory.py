@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,6 +149,13 @@ def all_plain(tensors: Sequence[Any]) -> bool:
     return none_overrides(tensors) and not any(
         x is not None and (is_lazy(x) or torch._is_functional_tensor(x)) for x in tensors
     )
+
+
+def materialized(tensors: Iterable[Any]) -> tuple[Any, ...]:
+    """``tensors``, with lazy ones copied except while a compiler traces, whose operators materialize them."""
+    if torch.compiler.is_compiling():
+        return tuple(tensors)
+    return tuple(x.clone() if isinstance(x, Tensor) and is_lazy(x) else x for x in tensors)
 
 
 # ---- rows of packed sequences ----

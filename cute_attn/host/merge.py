@@ -9,20 +9,20 @@ from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_sinks
 from cute_attn.host.memory import row_alignment
-from cute_attn.host.values import check_dtype, check_present, wrong_shape
+from cute_attn.host.values import check_dtype, check_present, shown, wrong_shape
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import MAX_HEAD_DIM_V, Traits, aligned_head_dim, head_dims_text
 
 
-def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError for the first wrong argument, on any device."""
+def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError for the first wrong argument, on any device. dtype: None for that of ``outs``."""
     check_present((("outs", outs), ("lses", lses), ("sinks", sinks)), ("outs", "lses"), "outs")
     for name, x in (("outs", outs), ("lses", lses)):
         check_dtype(name, x, *FLOAT_DTYPES)
     if lses.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"lses has dtype {lses.dtype}; accepted: torch.float32")
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
+    if dtype not in (None, *FLOAT_DTYPES):
+        raise TypeError(f"dtype is {shown(dtype)}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
     if outs.dim() not in (4, 5):
         packed = "(partials, total_q, nheads, head_dim_v)"
         raise wrong_shape("outs", outs, f"(partials, batch, seqlen_q, nheads, head_dim_v) or {packed}")

@@ -93,11 +93,6 @@ def step(function: Callable[..., Any], *arguments: Any) -> None:
         thread.recording.add_launch(function, arguments, of_torch=True)
 
 
-def sum_of_copies(made: Tensor, copies: Tensor) -> None:
-    """For :func:`step`: write the sum of ``copies`` over the first dimension to ``made``, in its dtype and shape."""
-    made.copy_((copies.sum(0) if len(copies) > 1 else copies[0]).view(made.shape))
-
-
 def overwritten(*tensors: Tensor, alone: bool = False, beside: Tensors = ()) -> None:
     """Increment the version counters of arguments that a kernel has written.
 
