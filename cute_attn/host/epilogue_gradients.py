@@ -136,9 +136,10 @@ def _zeros_like(x: Tensor, bins: int) -> Tensor:
 
 def gradient_of(x: Tensor, copies: Tensor) -> Tensor:
     """The gradient of ``x``: the sum of its copies, in x's dtype."""
+    add_up = _sum_of_bins if copies.dtype == torch.int64 else record.sum_of_copies
     with on_device(x.get_device()):
         made = record.contiguous(x, tuple(x.shape))
-        record.step(_sum_of_copies, made, copies)
+        record.step(add_up, made, copies)
     return made
 
 
@@ -185,15 +186,12 @@ def _with_added(call: Call, found: Callable[[_Given], Any], more: Sequence[Tenso
     return call._replace(epilogues=tuple(names), epilogue_tensors=tuple(tensors))
 
 
-def _sum_of_copies(made: Tensor, copies: Tensor) -> None:
-    """Write the sum of copies, in bins if they are int64, to ``made``; NaN where a number in bins was not finite.
+def _sum_of_bins(made: Tensor, copies: Tensor) -> None:
+    """:func:`.record.sum_of_copies` of bins, int64 ``(copies, bins, ...)``; NaN where a number was not finite.
 
     :mod:`cute_attn.epilogues.functions.gradients` says what a bin counts in.
     """
-    found = copies.sum(0) if len(copies) > 1 else copies[0]
-    if copies.dtype == torch.int64:
-        total = found
-        scales = torch.logspace(-151, 105, len(total), 2.0, dtype=torch.float64, device=copies.device)
-        found = (total * scales.view(-1, *(1,) * (total.dim() - 1))).sum(0)
-        found.masked_fill_(total[-1] != 0, torch.nan)
-    made.copy_(found.view(made.shape))
+    total = copies.sum(0) if len(copies) > 1 else copies[0]
+    scales = torch.logspace(-151, 105, len(total), 2.0, dtype=torch.float64, device=copies.device)
+    found = (total * scales.view(-1, *(1,) * (total.dim() - 1))).sum(0)
+    made.copy_(found.masked_fill_(total[-1] != 0, torch.nan).view(made.shape))

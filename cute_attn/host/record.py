@@ -93,6 +93,11 @@ def step(function: Callable[..., Any], *arguments: Any) -> None:
         thread.recording.add_launch(function, arguments, of_torch=True)
 
 
+def sum_of_copies(made: Tensor, copies: Tensor) -> None:
+    """For :func:`step`: write the sum of ``copies`` over the first dimension to ``made``, in its dtype and shape."""
+    made.copy_((copies.sum(0) if len(copies) > 1 else copies[0]).view(made.shape))
+
+
 def overwritten(*tensors: Tensor, alone: bool = False, beside: Tensors = ()) -> None:
     """Increment the version counters of arguments that a kernel has written.
 
@@ -356,34 +361,6 @@ _share_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 # ---- records ----
 
 
-class _BoundLaunch(NamedTuple):
-    """A launch's arguments for one call at a time.
-
-    Attributes:
-        function: launches the kernel.
-        arguments: a list; each call fills in the entry below.
-        work_tiles: index of the ``ForwardSchedule`` argument, or None.
-        of_torch: whether the launch is a :func:`step`; its tensors are then ``_Place`` objects.
-    """
-
-    function: Callable[..., None]
-    arguments: list[Any]
-    work_tiles: int | None
-    of_torch: bool = False
-
-
-class _Bound(NamedTuple):
-    """The arguments of one call at a time.
-
-    Attributes:
-        launches: the call's launches.
-        addresses: (address, source, offset) of the slots among the launches' arguments.
-    """
-
-    launches: tuple[_BoundLaunch, ...]
-    addresses: tuple[tuple[Any, int, int], ...]
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """A recorded call, which later calls with tensors of the same metadata repeat.
@@ -402,7 +379,7 @@ class Record:
         counts: see :class:`Recording`.
         constant: whether none of the call's tensors requires a gradient.
         plan, saved: see :func:`planned`. ``saved`` contains indices into the call's tensors; None if one has no index.
-        free: bound arguments that no running call uses.
+        free: arguments that no running call uses, see :meth:`_bind`.
     """
 
     device: int
@@ -419,7 +396,7 @@ class Record:
     constant: bool
     plan: Any
     saved: tuple[int, ...] | None
-    free: list[_Bound] = field(default_factory=list)
+    free: list[tuple[list, list]] = field(default_factory=list)
 
     def run(self, tensors: Tensors) -> Any:
         """Repeat the call and return its results; None if addresses of tensors do not suit the recorded kernels."""
@@ -444,14 +421,15 @@ class Record:
             bound = self.free.pop()
         except IndexError:
             bound = self._bind()
-        for address, source, offset in bound.addresses:
+        launches, addresses = bound
+        for address, source, offset in addresses:
             address.value = starts[source] + offset
         if self.device < 0:
-            self._launch(bound, sources)
+            self._launch(launches, sources)
         else:  # on torch's current stream
             stream = set_stream(CUDA, self.device, torch._C._cuda_getCurrentRawStream(self.device))
             try:
-                self._launch(bound, sources)
+                self._launch(launches, sources)
             finally:
                 set_stream(CUDA, self.device, stream)
         self.free.append(bound)
@@ -469,8 +447,8 @@ class Record:
             found.append(x)
         return found[0] if self.single else tuple(found)
 
-    def _launch(self, bound: _Bound, sources: list[Tensor]) -> None:
-        for function, arguments, work_tiles, of_torch in bound.launches:
+    def _launch(self, launches: list, sources: list[Tensor]) -> None:
+        for function, arguments, work_tiles, of_torch in launches:
             if of_torch:
                 function(*[_with_tensors(x, sources) for x in arguments])
                 continue
@@ -480,7 +458,12 @@ class Record:
             if work_tiles is not None:
                 arguments[work_tiles] = None  # keep no counters alive: a CUDA graph's capture allocates them
 
-    def _bind(self) -> _Bound:
+    def _bind(self) -> tuple[list, list]:
+        """The launches with their arguments for one call at a time, and (address, source, offset) of the slots in them.
+
+        Each launch has a function, a list of arguments, the index of the ``ForwardSchedule`` that each call sets there,
+        or None, and whether it is a :func:`step`, whose tensors are ``_Place`` objects.
+        """
         addresses: list[tuple[Any, int, int]] = []
 
         def bind(x: Any) -> Any:
@@ -490,20 +473,16 @@ class Record:
                 return one.tensor
             return tuple(map(bind, x)) if isinstance(x, tuple) else x
 
-        launches = []
+        launches: list[Any] = []
         for function, recorded, of_torch in self.launches:
             if of_torch:
-                launches.append(_BoundLaunch(function, list(recorded), None, True))
+                launches.append((function, recorded, None, True))
                 continue
-            work_tiles, arguments = None, []
-            for i, x in enumerate(recorded):
-                if x is _WorkTiles:
-                    work_tiles, value = i, None
-                else:
-                    value = bind(x)
-                arguments.append(array(value) if isinstance(value, tuple) else value)
-            launches.append(_BoundLaunch(function, arguments, work_tiles))
-        return _Bound(tuple(launches), tuple(addresses))
+            work_tiles = recorded.index(_WorkTiles) if _WorkTiles in recorded else None
+            values = [None if x is _WorkTiles else bind(x) for x in recorded]
+            arguments = [array(x) if isinstance(x, tuple) else x for x in values]
+            launches.append((function, arguments, work_tiles, False))
+        return launches, addresses
 
 
 def _view(place: _Place, made: Tensor) -> Tensor:
