@@ -440,7 +440,7 @@ def _padded(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradient
     if padding.is_by_address(tensors):
         record.unlike_others()
     results = _results(call, tuple(tuple(x.shape) for x in call[:3]), needed, into)
-    cut = [not (padding.is_whole(x) and padding.is_writable(x)) for x in results]
+    cut = [not padding.is_writable(x) for x in results]
     written: Any = (*(None if cuts else x for cuts, x in zip(cut, results, strict=True)), *given[3:])
     q, k, v, wide_grad, wide_out = padding.pad(plan.functions["pad"], tensors, copied)
     padded = call._replace(q=q, k=k, v=v)

@@ -21,7 +21,6 @@ from cute_attn.host.memory import (
     ALIGNMENT_BYTES,
     has_memory,
     is_aligned,
-    is_broadcast,
     is_first_columns,
     is_readable,
     may_be_aligned,
@@ -722,8 +721,8 @@ def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]
     Only tensors with addresses are compared; those of compilers and function transforms have none.
     """
     check_has_memory(name, written)
-    addressed = has_memory(written)
-    if overlaps_itself(written) if addressed else is_broadcast(written):
+    addressed, sizes = has_memory(written), zip(written.shape, written.stride(), strict=True)
+    if overlaps_itself(written) if addressed else any(n > 1 and step == 0 for n, step in sizes):
         raise ValueError(
             f"{name} has shape {tuple(written.shape)} and strides {tuple(written.stride())}, so that elements share "
             "memory; accepted: elements of which each has its own"

@@ -24,28 +24,23 @@ _is_capturing: Any = getattr(
 )
 
 
-def work_counters(device: int) -> Tensor:
-    """int32 (4,) for a launch on the current stream of ``device``, which must be the current device."""
-    if _is_capturing():
-        return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
-    key = (device, _current_stream(device))
-    counters = _of_streams.get(key)
-    return _of_streams.setdefault(key, _allocate(device)) if counters is None else counters
+_schedules: dict[tuple[int, int], Any] = {}
 
 
 def schedule(device: int) -> Any:
-    """A ``ForwardSchedule`` for a launch on the current stream of ``device``, as a launching function takes it."""
+    """A ``ForwardSchedule`` for a launch on the current stream of ``device``, as a launching function takes it.
+
+    device: the current device.
+    """
     if _is_capturing():
-        return work_counters(device), multiprocessors(device)
+        zeros = torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
+        return zeros, multiprocessors(device)
     key = (device, _current_stream(device))
     found = _schedules.get(key)
     if found is None:
-        counters = tvm_ffi.from_dlpack(work_counters(device))
+        counters = tvm_ffi.from_dlpack(_of_streams.setdefault(key, _allocate(device)))
         found = _schedules[key] = array((counters, multiprocessors(device)))
     return found
-
-
-_schedules: dict[tuple[int, int], Any] = {}
 
 
 def _allocate(device: int) -> Tensor:

@@ -75,14 +75,10 @@ def why_nothing_is_served() -> str | None:
 
 def why_no_kernel(call: Call, target: str, op: str) -> str | None:
     """Why no kernel built for ``target`` computes ``op``, "forward" or "backward", of a call; None where one does."""
-    reasons = []
-    for arch in registry.generations(target):
-        bias_grad = op == "backward" and call.bias is not None
-        reason = _declined(call.traits(arch, op=op, bias_grad=bias_grad), target)
-        if reason is None:
-            return None
-        reasons.append(reason)
-    return "; ".join(reasons)
+    bias_grad = op == "backward" and call.bias is not None
+    kinds = [call.traits(arch, op=op, bias_grad=bias_grad) for arch in registry.generations(target)]
+    reasons = [_declined(traits, target) for traits in kinds]
+    return None if None in reasons else "; ".join(map(str, reasons))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -335,7 +335,7 @@ def _guard(
     places = tuple(first.values())
     bucket = (key, tuple(map(type, tensors[:given])))
     found = _guarded.get(bucket, [])
-    if tensor_guards is None or (len(found) >= _MOST_GUARDS and reads is None):
+    if len(found) >= _MOST_GUARDS and reads is None:
         return  # making guards takes long
     if len(_guarded) >= _MOST:
         _guarded.clear()
@@ -350,7 +350,6 @@ def _guard(
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that checks if tensors have the metadata of ``tensors``. In both, tensors must be distinct objects."""
-    assert tensor_guards is not None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
