@@ -15,18 +15,9 @@ from torch import Tensor
 
 from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.api.kvcache import attention_with_kvcache
-from cute_attn.host import doors, plans
+from cute_attn.host import doors, plans, values
 from cute_attn.host.checks import check_starts
 from cute_attn.host.fused_qkv import unbind
-from cute_attn.host.values import (
-    check_dense,
-    check_dtype,
-    is_one_of,
-    number,
-    python_number,
-    shown,
-    wrong_shape,
-)
 
 Given = dict[str, Any]
 """A function's arguments by name, with the names of FlashAttention-2's public functions where others differ."""
@@ -96,7 +87,7 @@ def scores_of(given: Given) -> dict[str, Any]:
         "softmax_scale": given["softmax_scale"],
         "causal": causal,
         "window": _window(given.get("window_size", sides), causal),
-        "softcap": max(number("softcap", given["softcap"]), 0.0),
+        "softcap": max(values.number("softcap", given["softcap"]), 0.0),
         "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
     }
 
@@ -112,7 +103,7 @@ def flag(name: str, value: Any) -> bool:
     if hasattr(type(value), "__bool__"):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it may have several numbers, or none
             return bool(value)
-    raise TypeError(f"{name} is {shown(value)}; accepted: False or True")
+    raise TypeError(f"{name} is {values.shown(value)}; accepted: False or True")
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
@@ -121,7 +112,7 @@ def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
         left, right = (None if x < 0 else x for x in map(_index, window_size))
     except (TypeError, ValueError):
         raise ValueError(
-            f"window_size is {shown(window_size)}; accepted: (left, right), two ints, -1 for no bound"
+            f"window_size is {values.shown(window_size)}; accepted: (left, right), two ints, -1 for no bound"
         ) from None
     return left, 0 if causal else right
 
@@ -136,7 +127,7 @@ def whole_number(name: str, length: Any) -> Any:
         return _index(length)
     except TypeError:
         raise TypeError(
-            f"{name} is {shown(length)}; accepted: a Python int, or what is equal to one"
+            f"{name} is {values.shown(length)}; accepted: a Python int, or what is equal to one"
         ) from None
 
 
@@ -150,30 +141,30 @@ def probability(dropout_p: Any) -> float:
 
     Some programs, such as diffusers, pass a tiny dropout_p to get LSE from an older FlashAttention.
     """
-    dropout_p = number("dropout_p", dropout_p)
+    dropout_p = values.number("dropout_p", dropout_p)
     return 0.0 if 1.0 - dropout_p == 1.0 else dropout_p
 
 
 def check_tensors(**tensors: Any) -> None:
     """Call :func:`cute_attn.host.values.check_dense` for each tensor."""
     for name, x in tensors.items():
-        check_dense(name, x)
+        values.check_dense(name, x)
 
 
 def check_table(block_table: Any) -> None:
     """Raise unless ``block_table`` is a table of pages."""
-    check_dense("block_table", block_table)
+    values.check_dense("block_table", block_table)
     if block_table.dim() != 2:
-        raise wrong_shape("block_table", block_table, "(batch, pages of a sequence)")
-    check_dtype("block_table", block_table, torch.int32)
+        raise values.wrong_shape("block_table", block_table, "(batch, pages of a sequence)")
+    values.check_dtype("block_table", block_table, torch.int32)
 
 
 def refuse(given: Given, *names: str) -> None:
     """Raise for the first of these arguments that is given: no kernel of this package supports it."""
     for name in names:
         value = given.get(name)
-        if value is not None and not is_one_of(value, (0,)):
-            what = "given" if isinstance(value, Tensor) else shown(value)
+        if value is not None and not values.is_one_of(value, (0,)):
+            what = "given" if isinstance(value, Tensor) else values.shown(value)
             raise NotImplementedError(f"{name} is {what}; accepted: its default, as no kernel here reads it")
 
 
@@ -188,18 +179,18 @@ def tensors_of(given: Given) -> tuple[Tensor, ...]:
             if "num_heads_q" in given and packed.dim() == 4:
                 return split_heads(packed, given["num_heads_q"])
             if packed.dim() != dims or packed.shape[-3] != count:
-                raise wrong_shape(name, packed, f"({rows}, {count}, nheads, head_dim)")
+                raise values.wrong_shape(name, packed, f"({rows}, {count}, nheads, head_dim)")
             own += unbind(packed)
     return tuple(own)
 
 
 def split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
     """Views q, k and v of qkv (batch, seqlen, heads, head_dim): heads of q first, then of k, then as many of v."""
-    heads, num_heads_q = qkv.shape[2], python_number(num_heads_q)
+    heads, num_heads_q = qkv.shape[2], values.python_number(num_heads_q)
     if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
         raise ValueError(
-            f"num_heads_q is {shown(num_heads_q)} with a qkv of {heads} heads; accepted: an int that leaves as many "
-            "heads to k as to v"
+            f"num_heads_q is {values.shown(num_heads_q)} with a qkv of {heads} heads; accepted: an int that leaves as "
+            "many heads to k as to v"
         )
     keys = (heads - num_heads_q) // 2
     return qkv.split([num_heads_q, keys, keys], dim=2)

@@ -20,17 +20,8 @@ import torch
 from torch import Tensor
 
 from cute_attn.api.merge import merge_attention
-from cute_attn.flash_attn.conventions import (
-    LENGTHS,
-    Given,
-    Result,
-    attend,
-    attend_cache,
-    check_tensors,
-    flag,
-    refuse,
-    takes,
-)
+from cute_attn.flash_attn import conventions
+from cute_attn.flash_attn.conventions import LENGTHS, Given, Result, takes
 from cute_attn.flash_attn.operators import backward
 from cute_attn.host.checks import check_written
 from cute_attn.host.values import wrong_shape
@@ -137,9 +128,9 @@ def flash_attn_with_kvcache(given: Given) -> Result:
     NotImplementedError
         As ``attention_with_kvcache``, and as :func:`flash_attn_func`.
     """
-    refuse(given, *_REFUSED)
-    wanted = flag("return_softmax_lse", given["return_softmax_lse"])
-    out, lse = attend_cache("flash_attn_3.flash_attn_with_kvcache", given, return_lse=wanted)
+    conventions.refuse(given, *_REFUSED)
+    wanted = conventions.flag("return_softmax_lse", given["return_softmax_lse"])
+    out, lse = conventions.attend_cache("flash_attn_3.flash_attn_with_kvcache", given, return_lse=wanted)
     return out if lse is None else (out, lse, *_accumulators(out))
 
 
@@ -162,7 +153,7 @@ def flash_attn_combine(
     TypeError, ValueError, NotImplementedError
         As :func:`cute_attn.merge_attention`, for outs and lses.
     """
-    check_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    conventions.check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     if lse_partial.shape != out_partial.shape[:-1]:
         accepted = tuple(out_partial.shape[:-1])
         raise wrong_shape("lse_partial", lse_partial, accepted)
@@ -193,7 +184,7 @@ def get_scheduler_metadata(
     TypeError
         cache_seqlens is not a tensor.
     """
-    check_tensors(cache_seqlens=cache_seqlens)
+    conventions.check_tensors(cache_seqlens=cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
@@ -214,16 +205,16 @@ def _flash_attn_forward(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradients. With arguments of a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries and
     unpacked keys), as :func:`flash_attn_with_kvcache`; seqused_k is then cache_seqlens. out_: memory for out.
     """
-    refuse(given, *_REFUSED)
+    conventions.refuse(given, *_REFUSED)
     door, starts = "flash_attn_3._flash_attn_forward", (given["cu_seqlens_q"], given["cu_seqlens_k"])
     if any(given[name] is not None for name in _OF_A_CACHE) or (starts[0] is not None and starts[1] is None):
         _alone("with a cache", given, "cu_seqlens_k", "seqused_q")
         cache = {name: given[theirs] for name, theirs in _OURS.items()}
-        out, lse = attend_cache(door, given | cache, out=given["out_"], return_lse=True)
+        out, lse = conventions.attend_cache(door, given | cache, out=given["out_"], return_lse=True)
         assert lse is not None
     else:
         given, used = _with_lengths(given, "seqused_q", "seqused_k")
-        out, lse = attend(door, given, return_lse=True, out=given["out_"], **used)
+        out, lse = conventions.attend(door, given, return_lse=True, out=given["out_"], **used)
     return out, lse, *_accumulators(out)
 
 
@@ -249,15 +240,15 @@ def _flash_attn_backward(given: Given) -> Tensor:
     """
     given, used = _with_lengths(given, "sequed_q", "sequed_k")
     if "cu_seqlens_k" in given:
-        check_tensors(cu_seqlens_k=given["cu_seqlens_k"])
+        conventions.check_tensors(cu_seqlens_k=given["cu_seqlens_k"])
     return backward(given, "flash_attn_3._flash_attn_backward", **used)
 
 
 def _attend(door: str, given: Given, **used: Tensor | None) -> Result:
-    refuse(given, *_REFUSED)
-    own: dict[str, Any] = {"deterministic": flag("deterministic", given["deterministic"])}
-    own["return_lse"] = flag("return_attn_probs", given["return_attn_probs"])
-    found = attend(door, given, **own, **used)
+    conventions.refuse(given, *_REFUSED)
+    own: dict[str, Any] = {"deterministic": conventions.flag("deterministic", given["deterministic"])}
+    own["return_lse"] = conventions.flag("return_attn_probs", given["return_attn_probs"])
+    found = conventions.attend(door, given, **own, **used)
     return found if len(found) > 1 else found[0]
 
 
