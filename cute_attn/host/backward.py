@@ -163,15 +163,11 @@ def plan_backward(call: Call, outer: Outer, needed: Needed, deterministic: bool)
         if traits.arch == "sm90":
             ctas = min(processors, call.batch * heads_dkv * num_splits)
             checks.check_steps(call, query_blocks(call, tile.tile_m), tile, ctas)
-        functions = {
-            "main": compiler.build(kernel, target),
-            "preprocess": compiler.compile(*wanted[1], target),
-        }
-        if needed[0] and not direct:
-            functions["convert"] = compiler.compile(*wanted[2], target)
-        if getattr(tile, "in_terms", False):
-            for name, one in zip(("split", "fallback"), wanted[-2:], strict=True):
-                functions[name] = compiler.compile(*one, target)
+        functions = {"main": compiler.build(kernel, target)}
+        for part, own in wanted[1:]:  # only the fallback's op is the main kernel's
+            name = "fallback" if part.op == traits.op else part.op.removeprefix("backward_")
+            if needed[0] or name != "convert":
+                functions[name] = compiler.compile(part, own, target)
     shapes = [tuple(x.shape) for x in call[:3]]
     shapes[1:] = [(*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]]
     turns = tile.cluster if in_order else 0

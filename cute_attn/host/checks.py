@@ -19,7 +19,7 @@ from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import are_functions, user_epilogue
 from cute_attn.host import memory
 from cute_attn.host.call import DTYPE_NAMES, PYTORCHS, Call
-from cute_attn.host.values import check_dense, check_dtype, check_present, shown, wrong_shape
+from cute_attn.host.values import check_choice, check_dense, check_dtype, check_present, shown, wrong_shape
 from cute_attn.traits import DROPOUTS as DROPOUTS
 
 KERNEL_DTYPES = tuple(DTYPE_NAMES)
@@ -124,18 +124,10 @@ def _check_numbers(call: Call) -> None:
         raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
     if call.dropout_p and not call.dropout:
         raise ValueError(f"dropout_p is {call.dropout_p} and dropout empty; accepted: a name of a mask, or 0")
-    for name, value, accepted in (
-        ("mask", call.mask, traits.MASKS),
-        ("dropout", call.dropout, DROPOUTS),
-        (
-            "precision",
-            call.precision,
-            (*traits.PRECISIONS, PYTORCHS) if call.q.dtype == torch.float32 else (),
-        ),
-    ):
-        if value and value not in accepted:
-            names = "".join(f"{item!r}, " for item in accepted)
-            raise ValueError(f"{name} is {value!r}; accepted: {names}or empty")
+    precisions = (*traits.PRECISIONS, PYTORCHS) if call.q.dtype == torch.float32 else ()
+    check_choice("mask", call.mask, ("", *traits.MASKS))
+    check_choice("dropout", call.dropout, ("", *DROPOUTS))
+    check_choice("precision", call.precision, ("", *precisions))
     for name in ("window_left", "window_right"):
         value = getattr(call, name)
         if not 0 <= value <= UNBOUNDED:

@@ -50,7 +50,14 @@ def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
 
 def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
     """Launch the combine kernel. ``out`` is fp16, bf16 or fp32; packed rows are passed as a batch of one."""
-    outs, alignment = _whole_rows(outs.to(torch.float32)), row_alignment(out)
+    outs, alignment, dim = outs.to(torch.float32), row_alignment(out), outs.shape[-1]
+    columns = aligned_head_dim("fp32", dim)
+    if columns == dim:
+        outs = record.readable(outs)
+    else:  # rows padded to multiples of 16 bytes
+        padded = record.contiguous(outs, (*outs.shape[:-1], columns))
+        record.step(Tensor.copy_, padded[..., :dim], outs)
+        outs = padded
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
     target = compiler.default_target("sm80")
@@ -59,14 +66,3 @@ def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor |
     traits = Traits("combine", arch, dtype, out.shape[-1], sinks=sink_dtype, alignment=alignment)
     compiled = compiler.compile(traits, CombineTile.of(outs.shape[0]).for_head_dim(traits.head_dim_v), target)
     record.launch(*compiled.bind(mOpartial=outs, mLSEpartial=lses, mO=out, mLSE=lse, mSinks=sinks))
-
-
-def _whole_rows(outs: Tensor) -> Tensor:
-    """Partial results as the kernel reads them: fp32, with rows padded to multiples of 16 bytes."""
-    dim = outs.shape[-1]
-    columns = aligned_head_dim("fp32", dim)
-    if columns == dim:
-        return record.readable(outs)
-    padded = record.contiguous(outs, (*outs.shape[:-1], columns))
-    record.step(Tensor.copy_, padded[..., :dim], outs)
-    return padded
