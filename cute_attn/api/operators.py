@@ -27,7 +27,7 @@ from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, transforms_are_
 from cute_attn.host.epilogue_gradients import bins_of, gradient_of, with_targets
 from cute_attn.host.forward import Outputs
 from cute_attn.host.forward import forward as launch
-from cute_attn.host.memory import Tensors, all_plain, none_overrides, on_device, write_owned
+from cute_attn.host.memory import Tensors, all_plain, none_overrides, write_owned
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.record import Record, empty, overwritten, planned
 
@@ -186,8 +186,7 @@ def _forward_operator_cpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nothing(like: Tensor) -> Tensor:
-    with on_device(like.get_device()):
-        return empty(like, (0,), (1,), like.dtype)
+    return empty(like, (0,), (1,), like.dtype)
 
 
 def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from cute_attn.api.attention import attention
 from cute_attn.host import doors, plans, record
 from cute_attn.host.activation import Options
-from cute_attn.host.memory import none_overrides, on_device
+from cute_attn.host.memory import none_overrides
 from cute_attn.host.values import check_dtype, check_flags, check_present, kind_of, number, shown, wrong_shape
 
 NAME = "flex_attention"
@@ -69,9 +69,8 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     back = [order.index(dim) for dim in range(4)]
     if out.requires_grad or not plans.no_dispatch_mode():
         return stored.contiguous().permute(back)
-    with on_device(out.get_device()):
-        made = record.contiguous(out, tuple(stored.shape))
-        record.step(Tensor.copy_, made, stored)
+    made = record.contiguous(out, tuple(stored.shape))
+    record.step(Tensor.copy_, made, stored)
     return made.permute(back)
 
 

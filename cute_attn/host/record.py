@@ -38,9 +38,10 @@ allocate: Callable[..., Tensor] = memory.empty_strided_cuda
 
 
 def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialized tensor on ``like``'s device; the current GPU is ``like``'s. Recorded."""
+    """An uninitialized tensor on ``like``'s device. Recorded."""
     if like.is_cuda:
-        made = allocate(shape, strides, dtype)
+        with memory.on_device(like.get_device()):
+            made = allocate(shape, strides, dtype)
     else:
         made = like.new_empty_strided(shape, strides, dtype=dtype)
     if thread.recording is not None:
