@@ -607,10 +607,8 @@ def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
     (q, k, v, *rest, bias, sinks, state), single = tensors, torch.float32
     precision = resolve_precision(q, given[_PRECISION])
     if q.dtype == single and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        dtype, cast = (
-            torch.get_autocast_dtype(q.device.type),
-            (q, k, v, bias, sinks),
-        )  # slopes' dtype is fixed
+        dtype = torch.get_autocast_dtype(q.device.type)
+        cast = (q, k, v, bias, sinks)  # slopes' dtype is fixed
         q, k, v, *own = (x.to(dtype) if isinstance(x, Tensor) and x.dtype == single else x for x in cast)
         tensors, precision = (q, k, v, *rest, *own, state), ""
     return tensors, (*given[:_PRECISION], precision, *given[_PRECISION + 1 :])
@@ -635,10 +633,7 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
         raise ValueError("return_max_scores is True with return_softmax; accepted: one of them")
     aux = "softmax" if options.return_softmax else "max_scores" if options.return_max_scores else ""
     values.check_choice("dropout_mask", options.dropout_mask, DROPOUTS)
-    tile, backward_tile = (
-        values.tile_text("tile", options.tile),
-        values.tile_text("backward_tile", options.backward_tile),
-    )
+    tile, backward_tile = (values.tile_text(x, getattr(options, x)) for x in ("tile", "backward_tile"))
     if q.device.type == "cpu" and (kernel or tile or backward_tile):
         choose.check_words(kernel, forward=tile, backward=backward_tile)
     mask, window_left, window_right = resolve_mask(options.causal, options.window)

@@ -158,11 +158,9 @@ def flash_attn_combine(
         accepted = tuple(out_partial.shape[:-1])
         raise wrong_shape("lse_partial", lse_partial, accepted)
     if out is not None:
-        dtype, named = (
-            out_dtype or out_partial.dtype,
-            [("out_partial", out_partial), ("lse_partial", lse_partial)],
-        )
-        check_written("out", out, named, shape=out_partial.shape[1:], dtype=dtype, device=out_partial.device)
+        named = {"out_partial": out_partial, "lse_partial": lse_partial}
+        dtype, device = out_dtype or out_partial.dtype, out_partial.device
+        check_written("out", out, named.items(), shape=out_partial.shape[1:], dtype=dtype, device=device)
     merged, lse = merge_attention(out_partial, lse_partial.transpose(-1, -2), dtype=out_dtype)
     return merged if out is None else out.copy_(merged), lse.transpose(-1, -2)
 

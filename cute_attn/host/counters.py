@@ -17,14 +17,12 @@ from cute_attn.host.slots import array
 _NUMBER = 4
 _REPLAYS = 2
 
-_of_streams: dict[tuple[int, int], Tensor] = {}
+_of_streams: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+"""By device and stream: counters, and the schedule that contains them."""
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing: Any = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
-
-
-_schedules: dict[tuple[int, int], Any] = {}
 
 
 def schedule(device: int) -> Any:
@@ -36,11 +34,12 @@ def schedule(device: int) -> Any:
         zeros = torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
         return zeros, multiprocessors(device)
     key = (device, _current_stream(device))
-    found = _schedules.get(key)
+    found = _of_streams.get(key)
     if found is None:
-        counters = tvm_ffi.from_dlpack(_of_streams.setdefault(key, _allocate(device)))
-        found = _schedules[key] = array((counters, multiprocessors(device)))
-    return found
+        counters = _allocate(device)
+        made = array((tvm_ffi.from_dlpack(counters), multiprocessors(device)))
+        found = _of_streams.setdefault(key, (counters, made))
+    return found[1]
 
 
 def _allocate(device: int) -> Tensor:
@@ -66,7 +65,7 @@ def replayed_tiles() -> int:
     A tile is replayed where a row's sum exceeds 2^40 under its stale maximum. Waits for the GPU.
     """
     known = list(_of_streams.values())  # other threads add to it
-    return sum(int(counters[_REPLAYS]) for counters in known)
+    return sum(int(counters[_REPLAYS]) for counters, _ in known)
 
 
 @functools.cache

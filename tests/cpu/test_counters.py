@@ -1,5 +1,7 @@
 """Counters of forward kernels by stream, without a GPU."""
 
+import torch
+
 from cute_attn.host import counters
 
 
@@ -10,12 +12,26 @@ class Numbers:
         self.of_streams = of_streams
 
     def __getitem__(self, index):
-        self.of_streams[len(self.of_streams)] = [0] * 4
+        self.of_streams[len(self.of_streams)] = [0] * 4, None
         return 3
 
 
 def test_replayed_tiles_are_added_up_while_streams_are_added(monkeypatch):
     of_streams = {}
-    of_streams["first"], of_streams["second"] = Numbers(of_streams), Numbers(of_streams)
+    of_streams |= {name: (Numbers(of_streams), None) for name in ("first", "second")}
     monkeypatch.setattr(counters, "_of_streams", of_streams)
     assert counters.replayed_tiles() == 6
+
+
+def test_each_stream_has_counters_of_its_own(monkeypatch):
+    monkeypatch.setattr(counters, "_of_streams", {})
+    monkeypatch.setattr(counters, "_is_capturing", lambda: False)
+    monkeypatch.setattr(counters, "_allocate", lambda device: torch.zeros(4, dtype=torch.int32))
+    monkeypatch.setattr(counters, "multiprocessors", lambda device: 132)
+    found = []
+    for stream in (5, 5, 6):
+        monkeypatch.setattr(counters, "_current_stream", lambda device, own=stream: own)
+        found.append(counters.schedule(0))
+    first, again, other = found
+    assert first is again and first[1] == 132
+    assert torch.from_dlpack(first[0]).data_ptr() != torch.from_dlpack(other[0]).data_ptr()
