@@ -231,22 +231,15 @@ def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
     outer, needed, call = arguments[:4], arguments[4], call_of(arguments[5:])
     check(call)
     check_gradients(call, outer)
-    inputs = {
-        name: getattr(call, name).detach().requires_grad_()
-        for name, wanted in zip(DIFFERENTIABLE, needed, strict=False)
-        if wanted
-    }
-    flags = itertools.chain(needed[_NAMED:], itertools.repeat(False))
-    pairs = zip(call.epilogue_tensors, flags, strict=False)
-    own = tuple(x.detach().requires_grad_() if wanted else x for x, wanted in pairs)
+    flags = [*needed, *itertools.repeat(False, len(call.differentiable) - len(needed))]
+    pairs = zip(call.differentiable, flags, strict=True)
+    inputs = [x.detach().requires_grad_() if wanted else x for x, wanted in pairs]
+    leaves = [x for x, wanted in zip(inputs, flags, strict=True) if wanted]
     with below_operators(), torch.enable_grad():
-        outputs = forward_cpu(call._replace(**inputs, epilogue_tensors=own, aux=""))[:2]
+        outputs = forward_cpu(call.with_differentiable(inputs)._replace(aux=""))[:2]
         loss = _loss(outputs, outer)
-    grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
-    leaves = (*inputs.values(), *(x for x in own if x.requires_grad))
     found = iter(torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else ())
-    grads |= {name: next(found).contiguous() for name in inputs}
-    return _filled(call, (*grads.values(), *(next(found) if x.requires_grad else None for x in own)))
+    return _filled(call, [next(found).contiguous() if wanted else None for wanted in flags])
 
 
 @contextlib.contextmanager

@@ -162,6 +162,11 @@ class Call(NamedTuple):
         """The tensors that may have a gradient or a tangent: q, k, v, bias, sinks and those of epilogues."""
         return (*self.values(DIFFERENTIABLE), *self.epilogue_tensors)
 
+    def with_differentiable(self, tensors: Sequence[Any]) -> Self:
+        """The call with these tensors in place of :attr:`differentiable`."""
+        named: dict[str, Any] = dict(zip(DIFFERENTIABLE, tensors, strict=False))
+        return self._replace(**named, epilogue_tensors=tuple(tensors[len(DIFFERENTIABLE) :]))
+
     # ---- sizes ----
 
     @property
