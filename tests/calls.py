@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.api import attention, kvcache, operators
+from cute_attn.host import checks
 
 OURS = vars(attention) | {"attention_with_kvcache": kvcache.attention_with_kvcache, "torch": torch, "np": np}
 """Names for expressions in a row, in addition to the test's names."""
@@ -39,7 +40,7 @@ def reached(function: Callable[[], Any]) -> tuple[Any, ...]:
             (operators, "forward"),
             (operators, "forward_into"),
             (operators, "backward"),
-            (kvcache, "check_attention"),
+            (checks, "check_attention"),
         ):
             patch.setattr(module, name, stop(name))
         with pytest.raises(_Reached) as found:

@@ -5,16 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.host import plans
+from cute_attn.host import checks, plans
 from cute_attn.host.append import launch
 from cute_attn.host.call import Call, define, schema
-from cute_attn.host.checks import (
-    check_append,
-    check_append_for_kernels,
-    check_lengths,
-    check_tensors,
-    check_writable,
-)
 from cute_attn.host.dispatch import refuse_derivatives
 from cute_attn.host.memory import Tensors
 from cute_attn.host.record import overwritten
@@ -106,19 +99,16 @@ def _append(tensors: Tensors, rotary_interleaved: bool, check_lengths: bool) -> 
     k_cache, v_cache = tensors[:2]
     check_flags(rotary_interleaved=rotary_interleaved, check_lengths=check_lengths)
     call = Call.of(ARGUMENTS, (*tensors, bool(rotary_interleaved)))
-    check_tensors(call, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
+    checks.check_tensors(call, ("k_cache", "v_cache", "k", "v", "cache_seqlens"))
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_writable(name, x)
+        checks.check_writable(name, x)
     refuse_derivatives(call.tensors(), "append_kv")
     call = call.materialized()
     if check_lengths:
-        check_append(call)
-        _check_lengths(call)
+        checks.check_append(call)
+        checks.check_lengths(call)
     torch.ops.cute_attn.append_kv.default(*call.values(ARGUMENTS))
     return ()
-
-
-_check_lengths = check_lengths  # the parameter of the same name hides it
 
 
 # ---- the operator ----
@@ -129,7 +119,7 @@ CACHES = {"k_cache": "Tensor(a!)", "v_cache": "Tensor(b!)"}
 
 def append_cpu(*arguments: Any) -> None:
     call = Call.of(ARGUMENTS, arguments)
-    check_append(call)
+    checks.check_append(call)
     append_by_definition(call)
 
 
@@ -143,8 +133,8 @@ def append_by_definition(call: Call) -> None:
 def append_cuda(*arguments: Any) -> None:
     """Run the append kernel on the current stream of the cache's device."""
     call = Call.of(ARGUMENTS, arguments)
-    check_append(call)
-    check_append_for_kernels(call)
+    checks.check_append(call)
+    checks.check_append_for_kernels(call)
     launch(call)
     overwritten(call.k_cache, call.v_cache, beside=(call.k, call.v))
 

@@ -11,7 +11,7 @@ from cute_attn.api import derivatives as derivatives  # registers its operators
 from cute_attn.api import operators
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node, packed_sequences
 from cute_attn.epilogues.inputs import UNBOUNDED
-from cute_attn.host import choose, plans, random_states
+from cute_attn.host import choose, plans, random_states, values
 from cute_attn.host.bias import four_dims, with_readable_bias
 from cute_attn.host.call import BIAS, NUM_TENSORS, PYTORCHS, Call, pack_epilogues, pytorchs_precision
 from cute_attn.host.checks import DROPOUTS, check_like, check_starts, check_writable
@@ -19,25 +19,6 @@ from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.forward import Outputs
 from cute_attn.host.memory import Tensors, materialized
 from cute_attn.host.record import drawn
-from cute_attn.host.values import (
-    check_choice,
-    check_dense,
-    check_device,
-    check_flags,
-    check_present,
-    is_int,
-    is_one_of,
-    kernel_name,
-    kind_of,
-    length,
-    number,
-    python_number,
-    scale_of,
-    shown,
-    tensors_of,
-    tile_text,
-    wrong_shape,
-)
 
 Result = Tensor | tuple[Tensor, ...]
 Window = tuple[int | None, int | None]
@@ -394,7 +375,7 @@ def _gradients(
     """The wanted gradients. functions, tensors: see :func:`_attend`; outer: gradients of out and lse, then out, lse."""
     q, bias, rng_state = tensors[0], tensors[BIAS], tensors[-1]
     epilogues = all_epilogues(tensors, options.epilogues, functions, options.longest)
-    state = _rng_state(rng_state, q, number("dropout_p", options.dropout_p))
+    state = _rng_state(rng_state, q, values.number("dropout_p", options.dropout_p))
     wants_bias = bias is not None and isinstance(wanted, tuple | list) and "bias" in wanted
     if wants_bias and isinstance(bias, Tensor) and bias.dtype == torch.bool:
         raise ValueError(
@@ -408,23 +389,29 @@ def _gradients(
     grad_out, grad_lse, out, lse = outer
     if call.cu_seqlens_q is not None:
         check_starts("cu_seqlens_q", call.cu_seqlens_q)
-    check_dense("lse", lse)
+    values.check_dense("lse", lse)
     if lse.dim() == 3:
         lse = _lse_of_rows(call, lse)
     accepted = tuple(name for name in DIFFERENTIABLE if getattr(call, name) is not None)
     names = wanted if isinstance(wanted, tuple | list) else (None,)
-    if not all(is_one_of(name, accepted) for name in names) or len(set(names)) != len(names):
+    if not all(values.is_one_of(name, accepted) for name in names) or len(set(names)) != len(names):
         listed = ", ".join(map(repr, accepted))
-        raise ValueError(f"wanted is {shown(wanted)}; accepted: a tuple of {listed}, each once at most")
+        raise ValueError(
+            f"wanted is {values.shown(wanted)}; accepted: a tuple of {listed}, each once at most"
+        )
     if grad_out is None and grad_lse is None:
         raise ValueError("grad_out and grad_lse are None; accepted: one of them, or both")
     outputs = (("grad_out", grad_out), ("grad_lse", grad_lse), ("out", out), ("lse", lse))
-    check_present((*call.tensors(), *outputs), ("out", "lse"))
+    values.check_present((*call.tensors(), *outputs), ("out", "lse"))
     needed = tuple(name in wanted for name in DIFFERENTIABLE)
     own: dict[str, Tensor] = {}
     if into is not None:
         own = dict(
-            zip(wanted, tensors_of("into", into, len(wanted), f", one for each of {wanted!r}"), strict=True)
+            zip(
+                wanted,
+                values.tensors_of("into", into, len(wanted), f", one for each of {wanted!r}"),
+                strict=True,
+            )
         )
         for name, x in own.items():
             check_writable(f"d{name}", x)
@@ -450,7 +437,7 @@ def _lse_of_rows(call: Call, lse: Tensor) -> Tensor:
     if cu_seqlens is None:
         return lse[:, :, : call.max_seqlen_q] if lse.shape[2] > call.max_seqlen_q else lse
     if not size or tuple(lse.shape[:2]) != (size, call.nheads) or lse.shape[2] < call.max_seqlen_q:
-        raise wrong_shape(
+        raise values.wrong_shape(
             "lse",
             lse,
             f"({call.nheads}, {total}) or ({size}, {call.nheads}, "
@@ -468,13 +455,13 @@ def _rng_state(rng_state: Any, q: Any, dropout_p: float) -> Tensor | None:
         return None
     words = (rng_state,) if isinstance(rng_state, Tensor) else rng_state
     if isinstance(words, tuple | list):
-        words = tuple(map(python_number, words))
+        words = tuple(map(values.python_number, words))
     if isinstance(rng_state, Tensor):
-        check_dense("rng_state", rng_state)
+        values.check_dense("rng_state", rng_state)
     elif not isinstance(words, tuple | list) or len(words) != 2 or not all(map(_is_word, words)):
         raise TypeError(
-            f"rng_state is {shown(rng_state)}; accepted: int64 or uint64 (2,), or (seed, offset), each an int or a "
-            "tensor of one such number"
+            f"rng_state is {values.shown(rng_state)}; accepted: int64 or uint64 (2,), or (seed, offset), each an int "
+            "or a tensor of one such number"
         )
     if not q.is_meta and any(isinstance(x, Tensor) and x.is_meta for x in words):
         raise ValueError("rng_state is on meta; accepted: a device on which it has numbers")
@@ -493,7 +480,7 @@ def _is_word(x: Any) -> bool:
     if isinstance(x, Tensor):
         dense = not x.is_nested and x.layout is torch.strided
         return dense and x.dtype in (torch.int64, torch.uint64) and x.numel() == 1
-    return is_int(x) and -(2**63) <= x < 2**64
+    return values.is_int(x) and -(2**63) <= x < 2**64
 
 
 def _signed(word: int) -> int:
@@ -509,7 +496,7 @@ def draw_rng_state(device: torch.device | str) -> Tensor:
     Raises:
         ValueError: ``device`` is not a device.
     """
-    return random_states.draw(check_device(device)).clone()
+    return random_states.draw(values.check_device(device)).clone()
 
 
 class _Options(NamedTuple):
@@ -551,7 +538,7 @@ def _attend(
     """
     q, bias = tensors[0], tensors[BIAS]
     if not isinstance(q, Tensor):
-        raise TypeError(f"q is {kind_of(q)}; accepted: a torch.Tensor")
+        raise TypeError(f"q is {values.kind_of(q)}; accepted: a torch.Tensor")
     if q.dtype == torch.float32 or given[_PRECISION] is not None:
         tensors, given = _in_precision(tensors, given)
         q, bias = tensors[0], tensors[BIAS]
@@ -564,7 +551,7 @@ def _attend(
         tensors = with_readable_bias(tensors, given[_MAX_SEQLEN_K])
     dropout_p = given[_DROPOUT_P]
     if type(dropout_p) is not float:
-        dropout_p = number("dropout_p", dropout_p)
+        dropout_p = values.number("dropout_p", dropout_p)
     if dropout_p and tensors[-1] is None:
         draw = functools.partial(random_states.draw, q.device)
         tensors = (*tensors[:-1], draw() if torch.compiler.is_compiling() else drawn(draw))
@@ -620,10 +607,8 @@ def _in_precision(tensors: Tensors, given: tuple) -> tuple[Tensors, tuple]:
     (q, k, v, *rest, bias, sinks, state), single = tensors, torch.float32
     precision = resolve_precision(q, given[_PRECISION])
     if q.dtype == single and not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        dtype, cast = (
-            torch.get_autocast_dtype(q.device.type),
-            (q, k, v, bias, sinks),
-        )  # slopes' dtype is fixed
+        dtype = torch.get_autocast_dtype(q.device.type)
+        cast = (q, k, v, bias, sinks)  # slopes' dtype is fixed
         q, k, v, *own = (x.to(dtype) if isinstance(x, Tensor) and x.dtype == single else x for x in cast)
         tensors, precision = (q, k, v, *rest, *own, state), ""
     return tensors, (*given[:_PRECISION], precision, *given[_PRECISION + 1 :])
@@ -640,31 +625,31 @@ def _call_of(tensors: Tensors, options: _Options) -> Call:
     """Check the options, and return the operator's parameters with all defaults filled in."""
     q, k = tensors[:2]
     required = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k") if options.varlen else ("q", "k", "v")
-    check_present(zip(Call._fields[:NUM_TENSORS], tensors, strict=True), required)
-    kernel = kernel_name(options.kernel)
+    values.check_present(zip(Call._fields[:NUM_TENSORS], tensors, strict=True), required)
+    kernel = values.kernel_name(options.kernel)
     flags = ("return_lse", "return_softmax", "return_max_scores", "deterministic", "same_bits")
-    check_flags(**{name: getattr(options, name) for name in flags})
+    values.check_flags(**{name: getattr(options, name) for name in flags})
     if options.return_softmax and options.return_max_scores:
         raise ValueError("return_max_scores is True with return_softmax; accepted: one of them")
     aux = "softmax" if options.return_softmax else "max_scores" if options.return_max_scores else ""
-    check_choice("dropout_mask", options.dropout_mask, DROPOUTS)
-    tile, backward_tile = tile_text("tile", options.tile), tile_text("backward_tile", options.backward_tile)
+    values.check_choice("dropout_mask", options.dropout_mask, DROPOUTS)
+    tile, backward_tile = (values.tile_text(x, getattr(options, x)) for x in ("tile", "backward_tile"))
     if q.device.type == "cpu" and (kernel or tile or backward_tile):
         choose.check_words(kernel, forward=tile, backward=backward_tile)
     mask, window_left, window_right = resolve_mask(options.causal, options.window)
     names, epilogue_tensors, epilogue_numbers = pack_epilogues(options.epilogues)
     tensors = materialized(tensors)
-    values = (
+    fields = (
         *tensors[:-1], tensors[-1] if options.dropout_p else None, materialized(epilogue_tensors),
-        length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
-        length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
-        scale_of(options.softmax_scale, q), mask, window_left, window_right, number("softcap", options.softcap),
-        options.dropout_mask if options.dropout_p else "", number("dropout_p", options.dropout_p), names,
-        epilogue_numbers, aux, kernel, tile,
+        values.length("max_seqlen_q", options.max_seqlen_q) if options.varlen else _size(q),
+        values.length("max_seqlen_k", options.max_seqlen_k) if options.varlen else _size(k),
+        values.scale_of(options.softmax_scale, q), mask, window_left, window_right,
+        values.number("softcap", options.softcap), options.dropout_mask if options.dropout_p else "",
+        values.number("dropout_p", options.dropout_p), names, epilogue_numbers, aux, kernel, tile,
         bool(options.deterministic or options.same_bits), backward_tile, options.precision or "",
         bool(options.same_bits),
     )  # fmt: skip
-    call = Call(*values)
+    call = Call(*fields)
     if q.device.type == "cpu" and (tile or backward_tile):
         for op, text in (("forward", tile), ("backward", backward_tile)):
             choose.check_tile(call, op, text)
@@ -683,32 +668,34 @@ def resolve_precision(q: Tensor, precision: str | None = None) -> str:
         # Compiled code reads PyTorch's setting when it runs.
         following = PYTORCHS if torch.compiler.is_compiling() else pytorchs_precision()
         return following if single else ""
-    if not single or not is_one_of(precision, ("fp32", "tf32")):
+    if not single or not values.is_one_of(precision, ("fp32", "tf32")):
         accepted = "'fp32', 'tf32', or None" if single else "None, for tensors that are not float32"
-        raise ValueError(f"precision is {shown(precision)}; accepted: {accepted}")
+        raise ValueError(f"precision is {values.shown(precision)}; accepted: {accepted}")
     return "" if precision == "fp32" else precision
 
 
 def resolve_mask(causal: Causal, window: Window) -> tuple[str, int, int]:
     """The traits' name of the mask, and the bounds left and right."""
-    check_choice("causal", causal, (False, True, "bottom_right", "top_left"))
+    values.check_choice("causal", causal, (False, True, "bottom_right", "top_left"))
     if not (isinstance(window, tuple | list) and len(window) == 2):
-        raise ValueError(f"window is {shown(window)}; accepted: (left, right), each None or a number of keys")
+        raise ValueError(
+            f"window is {values.shown(window)}; accepted: (left, right), each None or a number of keys"
+        )
     left, right = (_bound(window, side) for side in (0, 1))
     where = "_top_left" if causal == "top_left" else ""
     if causal:
         if right not in (0, UNBOUNDED):
-            raise ValueError(f"window is {shown(window)}; accepted with causal: a right of None or 0")
+            raise ValueError(f"window is {values.shown(window)}; accepted with causal: a right of None or 0")
         return ("causal" + where, left, 0) if left == UNBOUNDED else ("window" + where, left, 0)
     return ("", left, right) if left == right == UNBOUNDED else ("window", left, right)
 
 
 def _bound(window: Window, side: int) -> int:
-    bound = python_number(window[side])
+    bound = values.python_number(window[side])
     if bound is None:
         return UNBOUNDED
-    if not (is_int(bound) or isinstance(bound, torch.SymInt)) or bound < -1:
+    if not (values.is_int(bound) or isinstance(bound, torch.SymInt)) or bound < -1:
         raise ValueError(
-            f"window is {shown(window)}; accepted: numbers of keys from 0, or None or -1 for no bound"
+            f"window is {values.shown(window)}; accepted: numbers of keys from 0, or None or -1 for no bound"
         )
     return UNBOUNDED if bound == -1 else min(bound, UNBOUNDED)

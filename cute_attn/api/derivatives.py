@@ -22,7 +22,6 @@ from torch.autograd import forward_ad
 from cute_attn.api.operators import below_operators, call_of, forward_cpu
 from cute_attn.host.call import ATTENTION, define, schema
 from cute_attn.host.checks import check
-from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.jvp import Tangents, with_tangents
 from cute_attn.reference.second import second
 
@@ -33,9 +32,7 @@ def _jvp_cpu(tangents: Tangents, *arguments: Any) -> tuple[Tensor, ...]:
     level = forward_ad.dual_level() if forward_ad._current_level < 0 else contextlib.nullcontext()
     with below_operators(), level, forward_ad._set_fwd_grad_enabled(True):
         duals = [_dual(x, tangent) for x, tangent in zip(call.differentiable, tangents, strict=True)]
-        named: dict[str, Any] = dict(zip(DIFFERENTIABLE, duals, strict=False))
-        own: Any = tuple(duals[len(DIFFERENTIABLE) :])
-        outputs = forward_cpu(call._replace(**named, epilogue_tensors=own))[:2]
+        outputs = forward_cpu(call.with_differentiable(duals))[:2]
         pairs = [forward_ad.unpack_dual(x) for x in outputs]
         primals = tuple(primal.clone() for primal, _ in pairs)
         found = tuple(torch.zeros_like(x) if dot is None else dot.clone() for x, dot in pairs)

@@ -72,7 +72,7 @@ def with_tangents(call: Call) -> tuple[Tensor, Tensor] | None:
 
     Under a transform other than ``jvp``, tangents belong to an outer transform, which passes them to ``_Forward.jvp``.
     """
-    primals, tangents = _unpacked(call)
+    primals, tangents = unpacked((*call[:NUM_TENSORS], *call.epilogue_tensors))
     if all(tangent is None for tangent in tangents):
         return None
     with before_operators():
@@ -84,13 +84,9 @@ def with_tangents(call: Call) -> tuple[Tensor, Tensor] | None:
 
 def refuse_out(call: Call) -> None:
     """Raise NotImplementedError if a tensor of the call has a tangent, since ``out`` cannot have one."""
-    if any(tangent is not None for tangent in _unpacked(call)[1]):
+    _, tangents = unpacked((*call[:NUM_TENSORS], *call.epilogue_tensors))
+    if any(tangent is not None for tangent in tangents):
         raise not_in_jvp("out is given", ": a call without out")
-
-
-def _unpacked(call: Call) -> tuple[tuple, tuple]:
-    """The tensors of a call without tangents, and their visible tangents, None for tensors without one."""
-    return unpacked((*call[:NUM_TENSORS], *call.epilogue_tensors))
 
 
 def _jvp(rest: tuple, tensors: Some, tangents: Some) -> tuple[Tensor, ...]:

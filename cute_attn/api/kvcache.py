@@ -15,7 +15,7 @@ from cute_attn.api.attention import Result, Window, resolve_mask, result_of
 from cute_attn.api.functions import Functions, MaskMod, ScoreMod, all_epilogues, as_one_node
 from cute_attn.api.operators import nothing
 from cute_attn.epilogues.functions.known import with_texts, without_texts
-from cute_attn.host import plans, record
+from cute_attn.host import checks, memory, plans, record, values
 from cute_attn.host.append import launch as launch_append
 from cute_attn.host.bias import readable
 from cute_attn.host.block_masks import Packed
@@ -28,45 +28,12 @@ from cute_attn.host.call import (
     pytorchs_precision,
     schema,
 )
-from cute_attn.host.checks import (
-    MAX_SEQLEN,
-    check_attention,
-    check_cache_addresses,
-    check_out,
-    check_starts,
-    check_tensors,
-    check_writable,
-)
-from cute_attn.host.checks import check_lengths as _check_lengths
 from cute_attn.host.choose import check_words
 from cute_attn.host.dispatch import refuse_derivatives
 from cute_attn.host.forward import Outputs
-from cute_attn.host.memory import (
-    Tensors,
-    all_plain,
-    has_memory,
-    is_lazy,
-    is_readable,
-    materialized,
-    on_device,
-    write_owned,
-)
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.split_kv import MAX_PARTIALS, empty_maxima, plan_of
 from cute_attn.host.split_kv import launch as launch_attention
-from cute_attn.host.values import (
-    check_dense,
-    check_flags,
-    is_int,
-    is_one_of,
-    kernel_name,
-    length,
-    number,
-    python_number,
-    scale_of,
-    shown,
-    tile_text,
-)
 from cute_attn.reference import kvcache as kvcache_reference
 
 _TENSORS = (
@@ -261,12 +228,12 @@ def _are_latent(k_cache: Tensor, v_cache: Any) -> bool:
     """:func:`is_latent` for tensors with memory. A record made with latent values must not serve other values."""
     if not isinstance(v_cache, Tensor) or v_cache.is_nested or v_cache.dim() != 4 or not no_dispatch_mode():
         return False  # the checks refuse it, or the dispatcher serves it
-    dense = all(x.layout is torch.strided and has_memory(x) for x in (k_cache, v_cache))
+    dense = all(x.layout is torch.strided and memory.has_memory(x) for x in (k_cache, v_cache))
     return dense and is_latent(k_cache, v_cache)
 
 
 def _attend(
-    functions: Functions, tensors: Tensors, out: Tensor | None, options: tuple, shapes: tuple
+    functions: Functions, tensors: memory.Tensors, out: Tensor | None, options: tuple, shapes: tuple
 ) -> Outputs:
     """out, lse, and max_scores or None, of a call that repeats no record; tensors: in the order of ``_TENSORS``.
 
@@ -276,85 +243,88 @@ def _attend(
     q, k_cache, cu_seqlens_q = call.q, call.k_cache, call.cu_seqlens_q
     rotary_interleaved, max_seqlen_q, softmax_scale, causal, window, softcap, num_splits, *others = options
     same_bits, kernel, tile, check_lengths, return_lse, return_max_scores, named = others
-    num_splits = python_number(num_splits)
-    if not is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
-        raise ValueError(f"num_splits is {shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
-    check_flags(
+    num_splits = values.python_number(num_splits)
+    if not values.is_int(num_splits) or not 0 <= num_splits <= MAX_PARTIALS:
+        raise ValueError(f"num_splits is {values.shown(num_splits)}; accepted: 0 to {MAX_PARTIALS}")
+    values.check_flags(
         rotary_interleaved=rotary_interleaved, same_bits=same_bits, return_lse=return_lse,
         return_max_scores=return_max_scores, check_lengths=check_lengths,
     )  # fmt: skip
-    if not is_one_of(causal, (False, True)):
-        raise ValueError(f"causal is {shown(causal)}; accepted: False or True, aligned bottom right")
+    if not values.is_one_of(causal, (False, True)):
+        raise ValueError(f"causal is {values.shown(causal)}; accepted: False or True, aligned bottom right")
     for name, x in (("q", q), ("k_cache", k_cache)):
-        check_dense(name, x)
+        values.check_dense(name, x)
     mask, left, right = resolve_mask(causal, window)
     packed = cu_seqlens_q is not None
     longest = q.shape[0 if packed else 1] if q.dim() > 1 else 0
-    stated = longest if max_seqlen_q is None else length("max_seqlen_q", max_seqlen_q)
+    stated = longest if max_seqlen_q is None else values.length("max_seqlen_q", max_seqlen_q)
     call = call._replace(
         rotary_interleaved=bool(rotary_interleaved), max_seqlen_q=stated if packed else longest,
-        softmax_scale=scale_of(softmax_scale, q), mask=mask, window_left=left, window_right=right,
-        softcap=number("softcap", softcap), kernel=kernel_name(kernel), tile=tile_text("tile", tile),
-        num_splits=num_splits, same_bits=bool(same_bits), aux="max_scores" if return_max_scores else "",
+        softmax_scale=values.scale_of(softmax_scale, q), mask=mask, window_left=left, window_right=right,
+        softcap=values.number("softcap", softcap), kernel=values.kernel_name(kernel),
+        tile=values.tile_text("tile", tile), num_splits=num_splits, same_bits=bool(same_bits),
+        aux="max_scores" if return_max_scores else "",
     )  # fmt: skip
     sequences = None
     if functions[2] is not None:
         if not torch.compiler.is_compiling():
-            check_attention(call)
+            checks.check_attention(call)
         sizes = (call.batch, call.max_seqlen_q, call.nheads, call.cache.capacity, k_cache.shape[2], 1)
         sequences = Packed((), sizes, shapes)
     named = all_epilogues(tensors, named, functions, packed=sequences)
     names, own, numbers = pack_epilogues(named)
-    own = materialized(own)
+    own = memory.materialized(own)
     call = call._replace(
         epilogues=names, epilogue_tensors=own, epilogue_numbers=numbers, precision=_precision(q)
     )
-    check_tensors(call, ("q", "k_cache", "v_cache"))
+    checks.check_tensors(call, ("q", "k_cache", "v_cache"))
     if q.device.type == "cpu" and (call.kernel or call.tile):
         check_words(call.kernel, kvcache=call.tile)
     for name in ("k_cache", "v_cache") if call.k is not None else ():
-        check_writable(name, getattr(call, name))
+        checks.check_writable(name, getattr(call, name))
     call = call.materialized()
     refuse_derivatives(call.tensors(), "attention_with_kvcache")
     # Shapes are compared with out's below; while a compiler traces, the operator checks.
     if check_lengths or (out is not None and no_dispatch_mode()):
-        check_attention(call)
+        checks.check_attention(call)
     if check_lengths:
-        _check_lengths(call)
+        checks.check_lengths(call)
     if out is not None:
-        check_out(call, out)
-    if q.is_cuda and no_dispatch_mode() and all_plain([x for _, x in call.tensors()]):
+        checks.check_out(call, out)
+    if q.is_cuda and no_dispatch_mode() and memory.all_plain([x for _, x in call.tensors()]):
         direct = out if out is not None and _is_written_directly(out, call.alignment) else None
         found, lse, aux = attend(call, direct)
     else:
         call = call._replace(epilogues=with_texts(call.epilogues))
         found, lse, aux = torch.ops.cute_attn.attention_with_kvcache.default(*call.values(ARGUMENTS))
     if out is not None and found is not out:
-        found = write_owned(out, found, cu_seqlens_q)
+        found = memory.write_owned(out, found, cu_seqlens_q)
         record.also()
     return found, lse, aux if call.aux else None
 
 
 def _is_written_directly(out: Tensor, alignment: int) -> bool:
     """True if kernels can write ``out``; otherwise the result is copied to it."""
-    return is_readable(out, alignment) and not is_lazy(out)
+    return memory.is_readable(out, alignment) and not memory.is_lazy(out)
 
 
 def _one_length(
     cache_seqlens: Any, q: Tensor, cu_seqlens_q: Tensor | None, k_cache: Any, page_table: Any
 ) -> Tensor:
     """A tensor that gives all sequences the length ``cache_seqlens``, an int."""
-    cache_seqlens = python_number(cache_seqlens)
-    if not is_int(cache_seqlens):
-        raise TypeError(f"cache_seqlens is {shown(cache_seqlens)}; accepted: int32 (batch,), an int or None")
-    most = MAX_SEQLEN
+    cache_seqlens = values.python_number(cache_seqlens)
+    if not values.is_int(cache_seqlens):
+        raise TypeError(
+            f"cache_seqlens is {values.shown(cache_seqlens)}; accepted: int32 (batch,), an int or None"
+        )
+    most = checks.MAX_SEQLEN
     tables = page_table is None or (isinstance(page_table, Tensor) and page_table.dim() == 2)
     if isinstance(k_cache, Tensor) and k_cache.dim() == 4 and tables:  # otherwise the checks refuse them
         most = min(most, kvcache_reference.Cache(k_cache, k_cache, page_table).capacity)
     if not 0 <= cache_seqlens <= most:
         raise ValueError(f"cache_seqlens is {cache_seqlens}; accepted: 0 to {most}, the cache's capacity")
     if cu_seqlens_q is not None:
-        check_starts("cu_seqlens_q", cu_seqlens_q)
+        checks.check_starts("cu_seqlens_q", cu_seqlens_q)
     rows = q if cu_seqlens_q is None else cu_seqlens_q[1:]
     batch = rows.shape[0] if rows.dim() else 0  # a q without dimensions is refused later
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
@@ -370,7 +340,7 @@ def _call_of(arguments: tuple) -> Call:
 
 def attend_cpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = _call_of(arguments)
-    check_attention(call)
+    checks.check_attention(call)
     if call.k is not None:
         append.append_by_definition(call)
     lengths = kvcache_reference.Lengths(call.lengths_after(), call.cache_leftpad, call.cu_seqlens_q)
@@ -403,11 +373,11 @@ def attend_cuda(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 def attend(call: Call, out: Tensor | None = None) -> Outputs:
     """Plan a call and launch its kernels; out: None, or memory that kernels can write directly."""
     plan = plan_of(call)
-    check_cache_addresses(call)
+    checks.check_cache_addresses(call)
     call = call.with_positive_scale()
     q = call.q
     rotates = call.rotary_cos is not None and q.numel() > 0
-    with on_device(q.get_device()):
+    with memory.on_device(q.get_device()):
         if call.k is not None or rotates:
             rotated = launch_append(call, q if rotates else None)
             q = q if rotated is None else rotated

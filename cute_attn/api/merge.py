@@ -11,7 +11,7 @@ from cute_attn.host.checks import check_like
 from cute_attn.host.dispatch import refuse_derivatives
 from cute_attn.host.memory import Tensors, materialized, on_device
 from cute_attn.host.merge import check, check_for_kernels, launch
-from cute_attn.host.values import check_present, shown, tensors_of
+from cute_attn.host.values import tensors_of
 from cute_attn.reference import kvcache as kvcache_reference
 
 
@@ -62,13 +62,8 @@ def merge_attention(
 def _merge(tensors: Tensors, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Check and run a merge that repeats no recorded one; tensors: outs, lses and sinks."""
     outs, lses, sinks = tensors
-    named = (("outs", outs), ("lses", lses), ("sinks", sinks))
-    check_present(named, ("outs", "lses"), "outs")
-    if not isinstance(dtype, torch.dtype | None):
-        raise TypeError(
-            f"dtype is {shown(dtype)}; accepted: torch.float16, torch.bfloat16, torch.float32, or None"
-        )
-    refuse_derivatives(named, "merge_attention")
+    check(outs, lses, sinks, dtype)
+    refuse_derivatives((("outs", outs), ("lses", lses), ("sinks", sinks)), "merge_attention")
     return torch.ops.cute_attn.merge.default(*materialized(tensors), outs.dtype if dtype is None else dtype)
 
 

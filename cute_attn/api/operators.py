@@ -27,7 +27,7 @@ from cute_attn.host.dispatch import DIFFERENTIABLE, NO_GRADIENT, transforms_are_
 from cute_attn.host.epilogue_gradients import bins_of, gradient_of, with_targets
 from cute_attn.host.forward import Outputs
 from cute_attn.host.forward import forward as launch
-from cute_attn.host.memory import Tensors, all_plain, none_overrides, on_device, write_owned
+from cute_attn.host.memory import Tensors, all_plain, none_overrides, write_owned
 from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.host.record import Record, empty, overwritten, planned
 
@@ -80,8 +80,11 @@ def forward_into(call: Call, out: Tensor) -> Outputs:
     check_out(call, out, rows=True)
     if forward_ad._current_level >= 0:
         functorch.refuse_out(call)
-    if no_dispatch_mode() and all_plain((*call[:NUM_TENSORS], *call.epilogue_tensors, out)):
-        return forward_cuda(call, out) if call.q.is_cuda else forward_cpu(call, out)
+    tensors = (*call[:NUM_TENSORS], *call.epilogue_tensors, out)
+    if call.q.is_cuda and no_dispatch_mode() and all_plain(tensors):
+        outputs = launch(call, out)
+        overwritten(out, alone=True)
+        return outputs
     result, *others = forward(call)
     return write_owned(out, result, call.cu_seqlens_q), *others  # type: ignore[return-value]
 
@@ -121,19 +124,11 @@ def _all_gradients(
     return (*found, *(None if target is None else gradient_of(x, target) for target, x in pairs))
 
 
-def forward_cuda(call: Call, into: Tensor | None = None) -> Outputs:
-    """Launch the call's kernel on the current stream of q's device. into: memory for out."""
-    outputs = launch(call, into)
-    if into is not None:
-        overwritten(into, alone=True)
-    return outputs
-
-
 # ---- CPU ----
 
 
-def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
-    """Compute the reference, differentiable by autograd. into: memory for out."""
+def forward_cpu(call: Call) -> Outputs:
+    """Compute the reference, differentiable by autograd."""
     if call.q.device.type != "cpu":
         raise ValueError(f"q is on {call.q.device}; accepted: cuda and cpu tensors")
     check(call)
@@ -144,8 +139,6 @@ def forward_cpu(call: Call, into: Tensor | None = None) -> Outputs:
         return_softmax=call.aux == "softmax",
         return_max_scores=call.aux == "max_scores",
     )
-    if into is not None:
-        return write_owned(into, out, call.cu_seqlens_q), lse, aux
     # All inputs have gradients, as on CUDA: zeros for v if only lse is used, and for all if nothing is computed.
     inputs = call.differentiable
     return out if out.requires_grad else _dependent(out, inputs), _dependent(lse, inputs), aux
@@ -183,7 +176,7 @@ def _with_list(arguments: tuple) -> tuple:
 
 
 def _forward_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, aux = forward_cuda(call_of(arguments))
+    out, lse, aux = launch(call_of(arguments))
     return out, lse, nothing(out) if aux is None else aux
 
 
@@ -193,8 +186,7 @@ def _forward_operator_cpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nothing(like: Tensor) -> Tensor:
-    with on_device(like.get_device()):
-        return empty(like, (0,), (1,), like.dtype)
+    return empty(like, (0,), (1,), like.dtype)
 
 
 def _repeated(name: str, implementation: Callable[..., Any], first: int) -> Callable[..., Any]:
@@ -239,22 +231,15 @@ def _backward_cpu(*arguments: Any) -> tuple[Tensor, ...]:
     outer, needed, call = arguments[:4], arguments[4], call_of(arguments[5:])
     check(call)
     check_gradients(call, outer)
-    inputs = {
-        name: getattr(call, name).detach().requires_grad_()
-        for name, wanted in zip(DIFFERENTIABLE, needed, strict=False)
-        if wanted
-    }
-    flags = itertools.chain(needed[_NAMED:], itertools.repeat(False))
-    pairs = zip(call.epilogue_tensors, flags, strict=False)
-    own = tuple(x.detach().requires_grad_() if wanted else x for x, wanted in pairs)
+    flags = [*needed, *itertools.repeat(False, len(call.differentiable) - len(needed))]
+    pairs = zip(call.differentiable, flags, strict=True)
+    inputs = [x.detach().requires_grad_() if wanted else x for x, wanted in pairs]
+    leaves = [x for x, wanted in zip(inputs, flags, strict=True) if wanted]
     with below_operators(), torch.enable_grad():
-        outputs = forward_cpu(call._replace(**inputs, epilogue_tensors=own, aux=""))[:2]
+        outputs = forward_cpu(call.with_differentiable(inputs)._replace(aux=""))[:2]
         loss = _loss(outputs, outer)
-    grads: dict[str, Tensor | None] = dict.fromkeys(DIFFERENTIABLE)
-    leaves = (*inputs.values(), *(x for x in own if x.requires_grad))
     found = iter(torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else ())
-    grads |= {name: next(found).contiguous() for name in inputs}
-    return _filled(call, (*grads.values(), *(next(found) if x.requires_grad else None for x in own)))
+    return _filled(call, [next(found).contiguous() if wanted else None for wanted in flags])
 
 
 @contextlib.contextmanager

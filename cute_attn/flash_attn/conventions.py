@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor
 
 from cute_attn.api.attention import attention, attention_varlen
 from cute_attn.api.kvcache import attention_with_kvcache
-from cute_attn.host import doors, plans
+from cute_attn.host import doors, plans, values
 from cute_attn.host.checks import check_starts
 from cute_attn.host.fused_qkv import unbind
-from cute_attn.host.values import check_dense, check_dtype, is_one_of, number, shown, wrong_shape
 
 Given = dict[str, Any]
 """A function's arguments by name, with the names of FlashAttention-2's public functions where others differ."""
@@ -88,7 +87,7 @@ def scores_of(given: Given) -> dict[str, Any]:
         "softmax_scale": given["softmax_scale"],
         "causal": causal,
         "window": _window(given.get("window_size", sides), causal),
-        "softcap": max(number("softcap", given["softcap"]), 0.0),
+        "softcap": max(values.number("softcap", given["softcap"]), 0.0),
         "alibi_slopes": slopes.detach() if isinstance(slopes, Tensor) else slopes,
     }
 
@@ -104,7 +103,7 @@ def flag(name: str, value: Any) -> bool:
     if hasattr(type(value), "__bool__"):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it may have several numbers, or none
             return bool(value)
-    raise TypeError(f"{name} is {shown(value)}; accepted: False or True")
+    raise TypeError(f"{name} is {values.shown(value)}; accepted: False or True")
 
 
 def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
@@ -113,7 +112,7 @@ def _window(window_size: Any, causal: bool) -> tuple[int | None, int | None]:
         left, right = (None if x < 0 else x for x in map(_index, window_size))
     except (TypeError, ValueError):
         raise ValueError(
-            f"window_size is {shown(window_size)}; accepted: (left, right), two ints, -1 for no bound"
+            f"window_size is {values.shown(window_size)}; accepted: (left, right), two ints, -1 for no bound"
         ) from None
     return left, 0 if causal else right
 
@@ -128,11 +127,11 @@ def whole_number(name: str, length: Any) -> Any:
         return _index(length)
     except TypeError:
         raise TypeError(
-            f"{name} is {shown(length)}; accepted: a Python int, or what is equal to one"
+            f"{name} is {values.shown(length)}; accepted: a Python int, or what is equal to one"
         ) from None
 
 
-def longest(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
+def longest(lengths: Sequence[Any]) -> tuple[Any, ...]:
     """max_seqlen_q and max_seqlen_k as ints. lengths: both cu_seqlens, then both max_seqlens."""
     return whole_number("max_seqlen_q", lengths[2]), whole_number("max_seqlen_k", lengths[3])
 
@@ -142,40 +141,59 @@ def probability(dropout_p: Any) -> float:
 
     Some programs, such as diffusers, pass a tiny dropout_p to get LSE from an older FlashAttention.
     """
-    dropout_p = number("dropout_p", dropout_p)
+    dropout_p = values.number("dropout_p", dropout_p)
     return 0.0 if 1.0 - dropout_p == 1.0 else dropout_p
 
 
 def check_tensors(**tensors: Any) -> None:
     """Call :func:`cute_attn.host.values.check_dense` for each tensor."""
     for name, x in tensors.items():
-        check_dense(name, x)
+        values.check_dense(name, x)
 
 
 def check_table(block_table: Any) -> None:
     """Raise unless ``block_table`` is a table of pages."""
-    check_dense("block_table", block_table)
+    values.check_dense("block_table", block_table)
     if block_table.dim() != 2:
-        raise wrong_shape("block_table", block_table, "(batch, pages of a sequence)")
-    check_dtype("block_table", block_table, torch.int32)
+        raise values.wrong_shape("block_table", block_table, "(batch, pages of a sequence)")
+    values.check_dtype("block_table", block_table, torch.int32)
 
 
 def refuse(given: Given, *names: str) -> None:
     """Raise for the first of these arguments that is given: no kernel of this package supports it."""
     for name in names:
         value = given.get(name)
-        if value is not None and not is_one_of(value, (0,)):
-            what = "given" if isinstance(value, Tensor) else shown(value)
+        if value is not None and not values.is_one_of(value, (0,)):
+            what = "given" if isinstance(value, Tensor) else values.shown(value)
             raise NotImplementedError(f"{name} is {what}; accepted: its default, as no kernel here reads it")
 
 
-def unpack(name: str, packed: Any, dims: int, parts: int) -> tuple[Tensor, ...]:
-    """Views q, k and v of a packed qkv, or k and v of a packed kv."""
-    check_tensors(**{name: packed})
-    if packed.dim() != dims or packed.shape[-3] != parts:
-        rows = "batch, seqlen" if dims == 5 else "total"
-        raise wrong_shape(name, packed, f"({rows}, {parts}, nheads, head_dim)")
-    return unbind(packed)
+def tensors_of(given: Given) -> tuple[Tensor, ...]:
+    """q, k and v: arguments, or views of a packed qkv or kv."""
+    rows, dims = ("batch, seqlen", 5) if lengths_of(given) is None else ("total", 4)
+    own = [given[name] for name in ("q", "k", "v") if name in given]
+    for name, count in (("qkv", 3), ("kv", 2)):
+        if name in given:
+            packed = given[name]
+            check_tensors(**{name: packed})
+            if "num_heads_q" in given and packed.dim() == 4:
+                return split_heads(packed, given["num_heads_q"])
+            if packed.dim() != dims or packed.shape[-3] != count:
+                raise values.wrong_shape(name, packed, f"({rows}, {count}, nheads, head_dim)")
+            own += unbind(packed)
+    return tuple(own)
+
+
+def split_heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
+    """Views q, k and v of qkv (batch, seqlen, heads, head_dim): heads of q first, then of k, then as many of v."""
+    heads, num_heads_q = qkv.shape[2], values.python_number(num_heads_q)
+    if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+        raise ValueError(
+            f"num_heads_q is {values.shown(num_heads_q)} with a qkv of {heads} heads; accepted: an int that leaves as "
+            "many heads to k as to v"
+        )
+    keys = (heads - num_heads_q) // 2
+    return qkv.split([num_heads_q, keys, keys], dim=2)
 
 
 def plus_infinity(lse: Tensor) -> Tensor:
@@ -183,31 +201,29 @@ def plus_infinity(lse: Tensor) -> Tensor:
     return lse.nan_to_num(math.nan, math.inf, math.inf)
 
 
-def note(door: str, tensors: tuple[Tensor, ...], given: Given, **others: Any) -> None:
-    """Count a call of function ``door``. tensors: q, k and v. others: arguments, named as in PyTorch's operators."""
+def note(door: str, tensors: Sequence[Tensor], given: Given) -> None:
+    """Count a call of function ``door``. tensors: q, k and v."""
     noted: dict[str, Any] = dict(zip(("query", "key", "value"), tensors, strict=True))
-    doors.note(door, noted | {"is_causal": given["causal"], "softcap": given["softcap"]} | others)
+    noted |= {"is_causal": given["causal"], "softcap": given["softcap"], "dropout_p": given.get("dropout_p")}
+    noted["cum_seq_q"] = given.get("cu_seqlens", given.get("cu_seqlens_q"))
+    doors.note(door, noted | {"block_table": given.get("block_table", given.get("page_table"))})
 
 
-def attend(
-    door: str, tensors: tuple[Tensor, ...], lengths: tuple[Any, ...] | None, given: Given, **options: Any
-) -> tuple[Tensor, ...]:
+def attend(door: str, given: Given, **options: Any) -> tuple[Tensor, ...]:
     """Call :func:`cute_attn.attention`, or ``attention_varlen``. Returns a tuple of their results.
 
     Args:
         door: name of the function that is counted.
-        tensors: q, k and v.
-        lengths: see :func:`lengths_of`.
         options: other arguments of that function.
     """
+    tensors, lengths = tensors_of(given), lengths_of(given)
     options |= scores_of(given)
     q, k, v = tensors
     if lengths is None:
         found: Any = attention(q, k, v, **options)
     else:
         found = attention_varlen(q, k, v, *lengths[:2], *longest(lengths), **options)
-    noted = {"dropout_p": given["dropout_p"]} if "dropout_p" in given else {}
-    note(door, tensors, given, cum_seq_q=None if lengths is None else lengths[0], **noted)
+    note(door, tensors, given)
     return found if isinstance(found, tuple) else (found,)
 
 
@@ -231,14 +247,13 @@ def attend_cache(door: str, given: Given, **options: Any) -> tuple[Tensor, Tenso
         own.pop("rotary_seqlens", None)
     tensors = q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     found: Any = attention_with_kvcache(q, k_cache, v_cache, **own, **scores_of(given))
-    note(door, tensors, given, cum_seq_q=own.get("cu_seqlens_q"), block_table=own.get("page_table"))
+    note(door, tensors, given)
     return found if isinstance(found, tuple) else (found, None)
 
 
-def attend_pages(
-    door: str, tensors: tuple[Tensor, ...], lengths: Any, given: Given, return_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Attend packed queries to paged keys. door, lengths: see :func:`attend`. Returns out, and lse or None."""
+def attend_pages(door: str, given: Given, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Attend packed queries to paged keys. door: see :func:`attend`. Returns out, and lse or None."""
+    tensors, lengths = [given[name] for name in ("q", "k", "v")], [given[name] for name in LENGTHS]
     table, dropout_p = given["block_table"], given["dropout_p"]
     if probability(dropout_p):
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; accepted: 0")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cute_attn.flash_attn import operators
-from cute_attn.flash_attn.conventions import Given, check_tensors, lengths_of, refuse, takes
+from cute_attn.flash_attn.conventions import Given, check_tensors, refuse, takes
 
 __all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
 
@@ -53,4 +53,4 @@ def _backward(given: Given) -> tuple[Tensor, ...]:
     for name in "qkv":
         if given[f"d{name}"] is None:
             given[f"d{name}"] = torch.empty_like(given[name])
-    return given["dq"], given["dk"], given["dv"], operators.backward(given, lengths_of(given))
+    return given["dq"], given["dk"], given["dv"], operators.backward(given)

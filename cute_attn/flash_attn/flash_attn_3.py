@@ -20,21 +20,11 @@ import torch
 from torch import Tensor
 
 from cute_attn.api.merge import merge_attention
-from cute_attn.flash_attn.conventions import (
-    Given,
-    Result,
-    attend,
-    attend_cache,
-    check_tensors,
-    flag,
-    lengths_of,
-    refuse,
-    takes,
-    unpack,
-)
+from cute_attn.flash_attn import conventions
+from cute_attn.flash_attn.conventions import LENGTHS, Given, Result, takes
 from cute_attn.flash_attn.operators import backward
 from cute_attn.host.checks import check_written
-from cute_attn.host.values import python_number, shown, wrong_shape
+from cute_attn.host.values import wrong_shape
 
 __all__ = [
     "_flash_attn_backward", "_flash_attn_forward", "flash_attn_combine", "flash_attn_func",
@@ -138,9 +128,9 @@ def flash_attn_with_kvcache(given: Given) -> Result:
     NotImplementedError
         As ``attention_with_kvcache``, and as :func:`flash_attn_func`.
     """
-    refuse(given, *_REFUSED)
-    wanted = flag("return_softmax_lse", given["return_softmax_lse"])
-    out, lse = attend_cache("flash_attn_3.flash_attn_with_kvcache", given, return_lse=wanted)
+    conventions.refuse(given, *_REFUSED)
+    wanted = conventions.flag("return_softmax_lse", given["return_softmax_lse"])
+    out, lse = conventions.attend_cache("flash_attn_3.flash_attn_with_kvcache", given, return_lse=wanted)
     return out if lse is None else (out, lse, *_accumulators(out))
 
 
@@ -163,16 +153,14 @@ def flash_attn_combine(
     TypeError, ValueError, NotImplementedError
         As :func:`cute_attn.merge_attention`, for outs and lses.
     """
-    check_tensors(out_partial=out_partial, lse_partial=lse_partial)
+    conventions.check_tensors(out_partial=out_partial, lse_partial=lse_partial)
     if lse_partial.shape != out_partial.shape[:-1]:
         accepted = tuple(out_partial.shape[:-1])
         raise wrong_shape("lse_partial", lse_partial, accepted)
     if out is not None:
-        dtype, named = (
-            out_dtype or out_partial.dtype,
-            [("out_partial", out_partial), ("lse_partial", lse_partial)],
-        )
-        check_written("out", out, named, shape=out_partial.shape[1:], dtype=dtype, device=out_partial.device)
+        named = {"out_partial": out_partial, "lse_partial": lse_partial}
+        dtype, device = out_dtype or out_partial.dtype, out_partial.device
+        check_written("out", out, named.items(), shape=out_partial.shape[1:], dtype=dtype, device=device)
     merged, lse = merge_attention(out_partial, lse_partial.transpose(-1, -2), dtype=out_dtype)
     return merged if out is None else out.copy_(merged), lse.transpose(-1, -2)
 
@@ -194,7 +182,7 @@ def get_scheduler_metadata(
     TypeError
         cache_seqlens is not a tensor.
     """
-    check_tensors(cache_seqlens=cache_seqlens)
+    conventions.check_tensors(cache_seqlens=cache_seqlens)
     return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
@@ -215,17 +203,16 @@ def _flash_attn_forward(given: Given) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradients. With arguments of a cache (k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, or packed queries and
     unpacked keys), as :func:`flash_attn_with_kvcache`; seqused_k is then cache_seqlens. out_: memory for out.
     """
-    refuse(given, *_REFUSED)
+    conventions.refuse(given, *_REFUSED)
     door, starts = "flash_attn_3._flash_attn_forward", (given["cu_seqlens_q"], given["cu_seqlens_k"])
     if any(given[name] is not None for name in _OF_A_CACHE) or (starts[0] is not None and starts[1] is None):
         _alone("with a cache", given, "cu_seqlens_k", "seqused_q")
         cache = {name: given[theirs] for name, theirs in _OURS.items()}
-        out, lse = attend_cache(door, given | cache, out=given["out_"], return_lse=True)
+        out, lse = conventions.attend_cache(door, given | cache, out=given["out_"], return_lse=True)
         assert lse is not None
     else:
-        lengths, used = _lengths(given, "seqused_q", "seqused_k")
-        tensors = (given["q"], given["k"], given["v"])
-        out, lse = attend(door, tensors, lengths, given, return_lse=True, out=given["out_"], **used)
+        given, used = _with_lengths(given, "seqused_q", "seqused_k")
+        out, lse = conventions.attend(door, given, return_lse=True, out=given["out_"], **used)
     return out, lse, *_accumulators(out)
 
 
@@ -249,45 +236,27 @@ def _flash_attn_backward(given: Given) -> Tensor:
 
     Returns a tensor of size 0 in place of the row sums of dout * out.
     """
-    lengths, used = _lengths(given, "sequed_q", "sequed_k")
-    if lengths is not None:
-        check_tensors(cu_seqlens_k=given["cu_seqlens_k"])
-    return backward(given, lengths, "flash_attn_3._flash_attn_backward", **used)
+    given, used = _with_lengths(given, "sequed_q", "sequed_k")
+    if "cu_seqlens_k" in given:
+        conventions.check_tensors(cu_seqlens_k=given["cu_seqlens_k"])
+    return backward(given, "flash_attn_3._flash_attn_backward", **used)
 
 
 def _attend(door: str, given: Given, **used: Tensor | None) -> Result:
-    refuse(given, *_REFUSED)
-    if "qkv" in given:
-        qkv = given["qkv"]
-        check_tensors(qkv=qkv)
-        tensors = _heads(qkv, given["num_heads_q"]) if qkv.dim() == 4 else unpack("qkv", qkv, 5, 3)
-    else:
-        tensors = (given["q"], given["k"], given["v"])
-    own: dict[str, Any] = {"deterministic": flag("deterministic", given["deterministic"])}
-    own["return_lse"] = flag("return_attn_probs", given["return_attn_probs"])
-    found = attend(door, tensors, lengths_of(given), given, **own, **used)
+    conventions.refuse(given, *_REFUSED)
+    own: dict[str, Any] = {"deterministic": conventions.flag("deterministic", given["deterministic"])}
+    own["return_lse"] = conventions.flag("return_attn_probs", given["return_attn_probs"])
+    found = conventions.attend(door, given, **own, **used)
     return found if len(found) > 1 else found[0]
 
 
-def _lengths(given: Given, used_q: str, used_k: str) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
-    """:func:`lengths_of` packed sequences, None of batches; and how many rows of each exist."""
+def _with_lengths(given: Given, used_q: str, used_k: str) -> tuple[Given, dict[str, Any]]:
+    """The arguments, of batches without those of packed sequences; and how many rows of each sequence exist."""
     used = {"seqused_k": given[used_k]}
     if given["cu_seqlens_q"] is not None:
-        return lengths_of(given), used | {"seqused_q": given[used_q]}
+        return given, used | {"seqused_q": given[used_q]}
     _alone("without cu_seqlens_q", given, "cu_seqlens_k", used_q)
-    return None, used
-
-
-def _heads(qkv: Tensor, num_heads_q: Any) -> tuple[Tensor, ...]:
-    """Split qkv (batch, seqlen, heads, head_dim) into q, k and v."""
-    heads, num_heads_q = qkv.shape[2], python_number(num_heads_q)
-    if not isinstance(num_heads_q, int) or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
-        raise ValueError(
-            f"num_heads_q is {shown(num_heads_q)} with a qkv of {heads} heads; accepted: an int that leaves as many "
-            "heads to k as to v"
-        )
-    keys = (heads - num_heads_q) // 2
-    return qkv.split([num_heads_q, keys, keys], dim=2)
+    return {name: x for name, x in given.items() if name not in LENGTHS}, used
 
 
 def _accumulators(out: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,21 +24,9 @@ from the scores in FlashAttention-2's documentation.
 Libraries for long sequences import private names: see :mod:`~cute_attn.flash_attn.operators`.
 """
 
+from cute_attn.flash_attn import conventions
 from cute_attn.flash_attn import extension as flash_attn_gpu
-from cute_attn.flash_attn.conventions import (
-    Given,
-    Result,
-    attend,
-    attend_cache,
-    attend_pages,
-    check_table,
-    flag,
-    lengths_of,
-    plus_infinity,
-    probability,
-    takes,
-    unpack,
-)
+from cute_attn.flash_attn.conventions import Given, Result, takes
 from cute_attn.flash_attn.operators import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -166,29 +154,27 @@ def flash_attn_with_kvcache(given: Given) -> Result:
     TypeError, ValueError, Unsupported, NotImplementedError
         As :func:`cute_attn.api.kvcache.attention_with_kvcache`.
     """
-    table, probs = given["block_table"], flag("return_softmax_lse", given["return_softmax_lse"])
+    table, probs = given["block_table"], conventions.flag("return_softmax_lse", given["return_softmax_lse"])
     if table is not None:
-        check_table(table)
-    out, lse = attend_cache("flash_attn.flash_attn_with_kvcache", given, page_table=table, return_lse=probs)
-    return out if lse is None else (out, plus_infinity(lse))
+        conventions.check_table(table)
+    out, lse = conventions.attend_cache(
+        "flash_attn.flash_attn_with_kvcache", given, page_table=table, return_lse=probs
+    )
+    return out if lse is None else (out, conventions.plus_infinity(lse))
 
 
 def _attend(given: Given) -> Result:
     """The result of a call of batches or packed sequences, with q, k and v in one to three tensors."""
-    lengths = lengths_of(given)
-    tensors, dims = tuple(given[name] for name in ("q", "k", "v") if name in given), 4 if lengths else 5
-    if "qkv" in given:
-        tensors = unpack("qkv", given["qkv"], dims, 3)
-    elif "kv" in given:
-        tensors += unpack("kv", given["kv"], dims, 2)
-    deterministic, probs = (flag(name, given[name]) for name in ("deterministic", "return_attn_probs"))
-    door = "flash_attn.flash_attn_func" if lengths is None else "flash_attn.flash_attn_varlen_func"
+    deterministic, probs = (
+        conventions.flag(name, given[name]) for name in ("deterministic", "return_attn_probs")
+    )
+    door = f"flash_attn.flash_attn_{'varlen_' if conventions.lengths_of(given) else ''}func"
     if given.get("block_table") is not None:
-        out, lse = attend_pages(door, tensors, lengths, given, probs)
-        return out if lse is None else (out, plus_infinity(lse), out.new_empty(0))
-    drops = probability(given["dropout_p"])
+        out, lse = conventions.attend_pages(door, given, probs)
+        return out if lse is None else (out, conventions.plus_infinity(lse), out.new_empty(0))
+    drops = conventions.probability(given["dropout_p"])
     arguments = {"dropout_p": drops, "deterministic": deterministic, "return_lse": probs}
-    out, *others = attend(door, tensors, lengths, given, return_softmax=bool(probs and drops), **arguments)
+    out, *others = conventions.attend(door, given, return_softmax=bool(probs and drops), **arguments)
     if not probs:
         return out
-    return out, plus_infinity(others[0]), others[1] if drops else out.new_empty(0)
+    return out, conventions.plus_infinity(others[0]), others[1] if drops else out.new_empty(0)

@@ -27,21 +27,8 @@ import torch
 from torch import Tensor
 
 from cute_attn.api.attention import attention_backward, attention_varlen_backward, draw_rng_state
-from cute_attn.flash_attn.conventions import (
-    Given,
-    attend,
-    attend_pages,
-    check_tensors,
-    flag,
-    lengths_of,
-    longest,
-    note,
-    plus_infinity,
-    probability,
-    refuse,
-    scores_of,
-    takes,
-)
+from cute_attn.flash_attn import conventions
+from cute_attn.flash_attn.conventions import Given, takes
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """out, softmax_lse, S_dmask, rng_state."""
@@ -70,7 +57,7 @@ def _flash_attn_varlen_forward(given: Given) -> Outputs:
 @takes(f"{_OUTER} dq dk dv {_SCORES} deterministic rng_state=None")
 def _flash_attn_backward(given: Given) -> Tensor:
     """The backward of :func:`~cute_attn.flash_attn.flash_attn_func`; writes to dq, dk and dv."""
-    return backward(given, lengths_of(given))
+    return backward(given)
 
 
 @takes(f"{_OUTER} dq dk dv {_LENGTHS} {_SCORES} deterministic rng_state=None zero_tensors=False")
@@ -79,55 +66,58 @@ def _flash_attn_varlen_backward(given: Given) -> Tensor:
 
     Rows that belong to no sequence become 0, with or without zero_tensors.
     """
-    return backward(given, lengths_of(given))
+    return backward(given)
 
 
 def forward(given: Given) -> Outputs:
     """A forward of batches, or of packed sequences if their lengths are among the arguments."""
-    refuse(given, "out", "gen", "leftpad_k", "zero_tensors")
-    lengths = lengths_of(given)
+    conventions.refuse(given, "out", "gen", "leftpad_k", "zero_tensors")
+    lengths = conventions.lengths_of(given)
     options: dict[str, Any] = {"return_lse": True}
     door = f"flash_attn._flash_attn_{'varlen_' if lengths else ''}forward"
-    tensors = q, k, v = given["q"], given["k"], given["v"]
+    q, k, v = given["q"], given["k"], given["v"]
     if given.get("block_table") is not None:
-        out, lse = attend_pages(door, tensors, lengths, given, True)
+        out, lse = conventions.attend_pages(door, given, True)
         assert lse is not None
-        return out, plus_infinity(lse), out.new_empty(0), out.new_zeros(2, dtype=torch.int64)
-    check_tensors(q=q, k=k, v=v)
-    dropout_p = probability(given["dropout_p"])
+        return out, conventions.plus_infinity(lse), out.new_empty(0), out.new_zeros(2, dtype=torch.int64)
+    conventions.check_tensors(q=q, k=k, v=v)
+    dropout_p = conventions.probability(given["dropout_p"])
     state = draw_rng_state(q.device) if dropout_p else q.new_zeros(2, dtype=torch.int64)
-    wants_softmax = flag("return_softmax", given["return_softmax"])
+    wants_softmax = conventions.flag("return_softmax", given["return_softmax"])
     if dropout_p:
         options |= {"rng_state": state, "return_softmax": wants_softmax}
     if lengths is not None:
         options["seqused_k"] = given["seqused_k"]
-    out, lse, *softmax = attend(door, tensors, lengths, given, dropout_p=dropout_p, **options)
-    return out, plus_infinity(lse), softmax[0] if softmax else out.new_empty(0), state
+    out, lse, *softmax = conventions.attend(door, given, dropout_p=dropout_p, **options)
+    return out, conventions.plus_infinity(lse), softmax[0] if softmax else out.new_empty(0), state
 
 
-def backward(given: Given, lengths: tuple[Any, ...] | None, door: str = "", **options: Any) -> Tensor:
+def backward(given: Given, door: str = "", **options: Any) -> Tensor:
     """Write gradients to dq, dk and dv, those that are not None. Returns a tensor of size 0.
 
-    lengths: both cu_seqlens and both max_seqlens, None for batches. door: name of the function that is counted, by
-    default FlashAttention-2's. options: further arguments of attention_backward.
+    door: name of the function that is counted, by default FlashAttention-2's. options: further arguments of
+    attention_backward.
     """
+    lengths = conventions.lengths_of(given)
     door = door or f"flash_attn._flash_attn_{'varlen_' if lengths else ''}backward"
     tensors = {name: given[name] for name in _OUTER.split()}
     into = {name: given[f"d{name}"] for name in "qkv" if given[f"d{name}"] is not None}
-    check_tensors(**tensors, **{f"d{name}": x for name, x in into.items()})
+    conventions.check_tensors(**tensors, **{f"d{name}": x for name, x in into.items()})
     nothing = given["dout"].new_empty(0, dtype=torch.float32)
     if not into:
         return nothing
-    dropout_p, deterministic = probability(given.get("dropout_p", 0.0)), given["deterministic"]
+    dropout_p, deterministic = conventions.probability(given.get("dropout_p", 0.0)), given["deterministic"]
     options |= {
-        "dropout_p": dropout_p, "deterministic": flag("deterministic", deterministic), "wanted": tuple(into),
-        "into": tuple(into.values()), "rng_state": given.get("rng_state"), **scores_of(given),
+        "dropout_p": dropout_p, "deterministic": conventions.flag("deterministic", deterministic),
+        "wanted": tuple(into), "into": tuple(into.values()), "rng_state": given.get("rng_state"),
+        **conventions.scores_of(given),
     }  # fmt: skip
     with torch.no_grad():
         if lengths is None:
             attention_backward(*tensors.values(), **options)
         else:
-            attention_varlen_backward(*tensors.values(), *lengths[:2], *longest(lengths), **options)
-    starts = lengths and lengths[0]
-    note(door, (given["q"], given["k"], given["v"]), given, dropout_p=dropout_p, cum_seq_q=starts)
+            attention_varlen_backward(
+                *tensors.values(), *lengths[:2], *conventions.longest(lengths), **options
+            )
+    conventions.note(door, (given["q"], given["k"], given["v"]), given)
     return nothing

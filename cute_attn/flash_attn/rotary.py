@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn.flash_attn.conventions import check_tensors, flag, whole_number
+from cute_attn.flash_attn.conventions import check_tensors, flag, tensors_of, whole_number
 from cute_attn.host.checks import check_starts
 from cute_attn.host.values import is_int, python_number, shown, wrong_shape
 from cute_attn.reference.kvcache import Rotary, rotate
@@ -139,17 +139,7 @@ def apply_rotary_emb_qkv_(
         Number of q's heads.
     """
     check_tensors(qkv=qkv, cos=cos, sin=sin)
-    num_heads_q = python_number(num_heads_q)
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
-        q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and isinstance(num_heads_q, int) and 0 < num_heads_q < qkv.shape[2]:
-        keys = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, keys, qkv.shape[2] - num_heads_q - keys], dim=2)
-    else:
-        raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)} and num_heads_q is {shown(num_heads_q)}; accepted: (batch, seqlen, 3, "
-            "nheads, head_dim), or (batch, seqlen, heads, head_dim) and how many of them are q's"
-        )
+    q, k, v = tensors_of({"qkv": qkv, "num_heads_q": num_heads_q})
     own_k = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
     options: dict[str, Any] = {"interleaved": interleaved, "seqlen_offsets": seqlen_offsets}
     if not (torch.is_grad_enabled() and qkv.requires_grad):

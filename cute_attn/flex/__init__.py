@@ -89,7 +89,7 @@ def flex_attention(
         doors.note("flex.flex_attention", given)
         return found
 
-    if return_aux is not None or kernel_options is not None or doors.watcher is not None:
+    if return_aux is not None or kernel_options is not None or doors.observer is not None:
         return call()
     if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not query.dim() == key.dim() == 4:
         return call()

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from cute_attn.api.attention import attention
 from cute_attn.host import doors, plans, record
 from cute_attn.host.activation import Options
-from cute_attn.host.memory import none_overrides, on_device
+from cute_attn.host.memory import none_overrides
 from cute_attn.host.values import check_dtype, check_flags, check_present, kind_of, number, shown, wrong_shape
 
 NAME = "flex_attention"
@@ -69,9 +69,8 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     back = [order.index(dim) for dim in range(4)]
     if out.requires_grad or not plans.no_dispatch_mode():
         return stored.contiguous().permute(back)
-    with on_device(out.get_device()):
-        made = record.contiguous(out, tuple(stored.shape))
-        record.step(Tensor.copy_, made, stored)
+    made = record.contiguous(out, tuple(stored.shape))
+    record.step(Tensor.copy_, made, stored)
     return made.permute(back)
 
 
@@ -216,8 +215,7 @@ def _route(*args: Any, **kwargs: Any) -> Result:
     if activation is None or not activation.device:
         return pytorchs(*args, **kwargs)
     # Watched calls, and calls that PyTorch repeats, must leave the graph: its nodes are neither watched nor repeated.
-    observed = doors.observer is not None or doors.watcher is not None
-    if torch.compiler.is_dynamo_compiling() and observed and not _stays_whole():
+    if torch.compiler.is_dynamo_compiling() and doors.observer is not None and not _stays_whole():
         return _serve_between_graphs(*args, **kwargs)
     found = activation.attend(activation.options, *args, **kwargs)
     return _finished(activation, found, pytorchs, args, kwargs)
@@ -246,19 +244,14 @@ def _compiled() -> Callable[..., Result]:
 
 
 def _serve(stock: Callable[..., Result], args: tuple, kwargs: dict) -> Result:
-    """Serve a call, or call ``stock``, PyTorch's function. Reports the call to the observer or watcher."""
-    activation, observer, watcher = _serving, doors.observer, doors.watcher
+    """Serve a call, or call ``stock``, PyTorch's function. Reports the call to the observer."""
+    activation, observer = _serving, doors.observer
     if activation is None:  # restored meanwhile
         return stock(*args, **kwargs)
-    options = activation.options
     if observer is not None:
-        found = observer(NAME, activation.attend, options, stock, args, kwargs)
+        found = observer(NAME, activation.attend, activation.options, stock, args, kwargs)
     else:
-        found = activation.attend(options, *args, **kwargs)
-    if observer is None and watcher is not None:
-        watcher(
-            NAME, dict(zip(_arguments(_own), args, strict=False)), found if isinstance(found, str) else ""
-        )
+        found = activation.attend(activation.options, *args, **kwargs)
     return _finished(activation, found, stock, args, kwargs)
 
 
@@ -277,8 +270,8 @@ def _finished(activation: Activation, found: Any, stock: Any, args: tuple, kwarg
 def _count(reason: str, warns: bool = False) -> None:
     """Count a call, in a graph when it is traced. reason: why PyTorch computes it; the first such call warns.
 
-    If a watcher reports calls, none warns.
+    If an observer reports calls, none warns.
     """
     doors.served.add(NAME, reason)
-    if warns and doors.watcher is None:
+    if warns and doors.observer is None:
         doors.warn_once(NAME, f"PyTorch computes a call of {NAME}: {reason}")

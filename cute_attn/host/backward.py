@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cute_attn import compiler
 from cute_attn.compiler import registry
-from cute_attn.host import fused_qkv, padding, plans, record
+from cute_attn.host import checks, fused_qkv, padding, plans, record
 from cute_attn.host.backward_splits import (
     Columns,
     accumulators_in_order,
@@ -38,17 +38,6 @@ from cute_attn.host.backward_splits import (
     queries_seen,
 )
 from cute_attn.host.call import NUM_TENSORS, Call
-from cute_attn.host.checks import (
-    MAX_ROWS,
-    check,
-    check_apart,
-    check_count,
-    check_for_kernels,
-    check_gradients,
-    check_like,
-    check_rows,
-    check_steps,
-)
 from cute_attn.host.choose import choose_kernel, user_classes
 from cute_attn.host.counters import l2_bytes, multiprocessors
 from cute_attn.host.forward import may_read
@@ -131,10 +120,10 @@ def plan_backward(call: Call, outer: Outer, needed: Needed, deterministic: bool)
     The plan's functions are ``preprocess``, ``main`` and, for dq unless the main kernel stores it, ``convert``; with
     terms also ``split`` and ``fallback``. They are ``pad`` and ``unpad`` if kernels cannot read q, k or v in place.
     """
-    check(call)
-    check_for_kernels(call)
+    checks.check(call)
+    checks.check_for_kernels(call)
     grad_out, grad_lse, out, _ = outer
-    check_gradients(call, outer)
+    checks.check_gradients(call, outer)
     if 0 in (call.batch, *call.longest, out.numel(), call.k.numel()):
         return Plan()
     with on_device(call.q.get_device()):
@@ -155,7 +144,7 @@ def plan_backward(call: Call, outer: Outer, needed: Needed, deterministic: bool)
             kernel = kernel.storing_dq(*call.longest, call.group, call.batch * call.nheads, on_gpu)
         traits, tile = kernel.traits, kernel.tile
         if traits.arch == "sm80":
-            check_count(f"the queries of a sequence for {traits}", call.longest[0], AMPERE_QUERIES)
+            checks.check_count(f"the queries of a sequence for {traits}", call.longest[0], AMPERE_QUERIES)
         in_order, direct = getattr(tile, "dq_in_order", False), getattr(tile, "dq_direct", False)
         wanted = kernels_of(kernel, lse_grad=grad_lse is not None)
         blocks = -(-call.longest[1] // tile.tile_n)
@@ -173,16 +162,12 @@ def plan_backward(call: Call, outer: Outer, needed: Needed, deterministic: bool)
         check_blocks(call, tile, wanted[1][1].rows, num_splits, heads_dkv)
         if traits.arch == "sm90":
             ctas = min(processors, call.batch * heads_dkv * num_splits)
-            check_steps(call, query_blocks(call, tile.tile_m), tile, ctas)
-        functions = {
-            "main": compiler.build(kernel, target),
-            "preprocess": compiler.compile(*wanted[1], target),
-        }
-        if needed[0] and not direct:
-            functions["convert"] = compiler.compile(*wanted[2], target)
-        if getattr(tile, "in_terms", False):
-            for name, one in zip(("split", "fallback"), wanted[-2:], strict=True):
-                functions[name] = compiler.compile(*one, target)
+            checks.check_steps(call, query_blocks(call, tile.tile_m), tile, ctas)
+        functions = {"main": compiler.build(kernel, target)}
+        for part, own in wanted[1:]:  # only the fallback's op is the main kernel's
+            name = "fallback" if part.op == traits.op else part.op.removeprefix("backward_")
+            if needed[0] or name != "convert":
+                functions[name] = compiler.compile(part, own, target)
     shapes = [tuple(x.shape) for x in call[:3]]
     shapes[1:] = [(*shape[:-2], heads_dkv, shape[-1]) for shape in shapes[1:]]
     turns = tile.cluster if in_order else 0
@@ -440,7 +425,7 @@ def _padded(plan: Plan, call: Call, outer: Outer, needed: Needed, into: Gradient
     if padding.is_by_address(tensors):
         record.unlike_others()
     results = _results(call, tuple(tuple(x.shape) for x in call[:3]), needed, into)
-    cut = [not (padding.is_whole(x) and padding.is_writable(x)) for x in results]
+    cut = [not padding.is_writable(x) for x in results]
     written: Any = (*(None if cuts else x for cuts, x in zip(cut, results, strict=True)), *given[3:])
     q, k, v, wide_grad, wide_out = padding.pad(plan.functions["pad"], tensors, copied)
     padded = call._replace(q=q, k=k, v=v)
@@ -489,13 +474,13 @@ def check_given(call: Call, given: Gradients, needed: Needed, outer: Given) -> N
         x = getattr(call, name)
         if not wanted or x is None:
             raise ValueError(f"d{name} is given, but no gradient of {name} is wanted; accepted: None")
-        check_like(f"d{name}", own, device=x.device, dtype=x.dtype, shape=x.shape)
+        checks.check_like(f"d{name}", own, device=x.device, dtype=x.dtype, shape=x.shape)
         if own.requires_grad:
             raise ValueError(f"d{name} requires a gradient; accepted: a tensor to write")
-        check_apart(f"d{name}", own, taken)
+        checks.check_apart(f"d{name}", own, taken)
         taken.append((f"d{name}", own))
         if name in ("q", "k", "v") and own.is_cuda and call.aligned:
-            check_rows(f"d{name}", own)
+            checks.check_rows(f"d{name}", own)
 
 
 # ---- kernels and sizes ----
@@ -545,18 +530,20 @@ def check_blocks(call: Call, tile: Any, rows: int, num_splits: int, heads_dkv: i
     if call.varlen:
         for name, x, size in (("q", call.q, tile.tile_m), ("k", call.k, tile.tile_n)):
             what = f"{name} has {x.shape[0]} rows in {batch} sequences, each padded to blocks of {size} rows"
-            check_count(what, (x.shape[0] // size + batch) * size, MAX_ROWS)
-        check_count("q has heads", nheads, _MAX_VARLEN_HEADS)
-        check_count(f"{call.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits)
+            checks.check_count(what, (x.shape[0] // size + batch) * size, checks.MAX_ROWS)
+        checks.check_count("q has heads", nheads, _MAX_VARLEN_HEADS)
+        checks.check_count(
+            f"{call.stated('k')}{batch} sequences of {num_splits} splits of their key blocks", splits
+        )
         if num_splits * tile.tile_n >= call.longest[1]:  # the grid follows the actual rows
             splits = min(splits, call.k.shape[0] // tile.tile_n + batch)
         # Each CTA of the preprocess clears rows that no sequence owns, at a stride.
         spare = max(call.q.shape[0], call.k.shape[0])
     what = f"{call.stated('q')}{batch} sequences of {nheads} heads of {blocks} blocks of {rows} queries"
-    check_count(what, batch * nheads * blocks, MAX_ROWS - spare)
+    checks.check_count(what, batch * nheads * blocks, checks.MAX_ROWS - spare)
     # Each CTA claims one work tile beyond the last.
     what = f"{call.stated('k')}{heads_dkv} heads of {splits} splits of their key blocks"
-    check_count(what, splits * heads_dkv, MAX_ROWS)
+    checks.check_count(what, splits * heads_dkv, checks.MAX_ROWS)
 
 
 def kernels_of(main: Any, *, lse_grad: bool = False) -> list[tuple[Traits, Any]]:

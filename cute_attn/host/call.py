@@ -14,18 +14,9 @@ from torch import Tensor
 from cute_attn import reference
 from cute_attn.epilogues.inputs import UNBOUNDED, ScoreInputs
 from cute_attn.epilogues.names import lists_blocks, user_epilogue
+from cute_attn.host import memory
 from cute_attn.host.dispatch import DIFFERENTIABLE
 from cute_attn.host.imports import after_import
-from cute_attn.host.memory import (
-    as_strided,
-    is_first_columns,
-    materialized,
-    regular,
-    regular_strides,
-    row_alignment,
-    rows_are_aligned,
-    rows_are_regular,
-)
 from cute_attn.host.values import python_number, shown
 from cute_attn.reference.kvcache import Cache, Rotary
 from cute_attn.tiles import is_latent_dim
@@ -163,13 +154,18 @@ class Call(NamedTuple):
         """The call with lazy tensors copied. Caches that the call writes are kept: they are never lazy."""
         kept = ("k_cache", "v_cache") if self.k is not None else ()
         names = [name for name in SINGLE_TENSORS if name not in kept]
-        found = materialized(getattr(self, name) for name in names)
+        found = memory.materialized(getattr(self, name) for name in names)
         return self._replace(**dict(zip(names, found, strict=True)))
 
     @property
     def differentiable(self) -> tuple[Any, ...]:
         """The tensors that may have a gradient or a tangent: q, k, v, bias, sinks and those of epilogues."""
         return (*self.values(DIFFERENTIABLE), *self.epilogue_tensors)
+
+    def with_differentiable(self, tensors: Sequence[Any]) -> Self:
+        """The call with these tensors in place of :attr:`differentiable`."""
+        named: dict[str, Any] = dict(zip(DIFFERENTIABLE, tensors, strict=False))
+        return self._replace(**named, epilogue_tensors=tuple(tensors[len(DIFFERENTIABLE) :]))
 
     # ---- sizes ----
 
@@ -254,7 +250,7 @@ class Call(NamedTuple):
     @property
     def aligned(self) -> bool:
         """True if kernels can load q, k and v in place: rows are contiguous, 16-byte aligned multiples of 16 bytes."""
-        return all(rows_are_aligned(x) for x in (self.q, self.k, self.v))
+        return all(memory.rows_are_aligned(x) for x in (self.q, self.k, self.v))
 
     # ---- caches ----
 
@@ -271,7 +267,7 @@ class Call(NamedTuple):
     @property
     def alignment(self) -> int:
         """The traits' alignment: rows of the cache start at multiples of this many elements, 0 for 16 bytes."""
-        return row_alignment(self.k_cache, self.v_cache)
+        return memory.row_alignment(self.k_cache, self.v_cache)
 
     @property
     def entries(self) -> int:
@@ -283,7 +279,7 @@ class Call(NamedTuple):
         table, batch_idx = self.page_table, self.cache_batch_idx
         if table is None and batch_idx is None:
             return None
-        return None if table is None else regular(table), batch_idx
+        return None if table is None else memory.regular(table), batch_idx
 
     @property
     def rotary(self) -> Rotary | None:
@@ -372,11 +368,11 @@ class Call(NamedTuple):
         views: dict[str, Any] = {}
         for name in ("q", "k", "v", *shapes):
             x = getattr(self, name)
-            if x is None or (name not in shapes and rows_are_regular(x)):
+            if x is None or (name not in shapes and memory.rows_are_regular(x)):
                 continue
             shape = shapes.get(name, tuple(x.shape))
             if name not in shapes or shape != tuple(x.shape) or x.stride(-1) != 1:
-                views[name] = as_strided(x, shape, regular_strides(x, shape))
+                views[name] = memory.as_strided(x, shape, memory.regular_strides(x, shape))
         return self._replace(**views) if views else self
 
     def traits(self, arch: str, variant: str = "", *, op: str = "forward", **own: Any) -> Traits:
@@ -420,7 +416,7 @@ def is_latent(k_cache: Tensor | None, v_cache: Tensor | None) -> bool:
         return False
     if k_cache.shape[-1] <= LARGE_HEAD_DIM or not is_latent_dim(v_cache.shape[-1]):
         return False
-    return is_first_columns(v_cache, k_cache)
+    return memory.is_first_columns(v_cache, k_cache)
 
 
 # ---- torch operators ----

@@ -14,30 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_attn import traits
 from cute_attn.epilogues.inputs import UNBOUNDED
 from cute_attn.epilogues.names import are_functions, user_epilogue
+from cute_attn.host import memory
 from cute_attn.host.call import DTYPE_NAMES, PYTORCHS, Call
-from cute_attn.host.memory import (
-    ALIGNMENT_BYTES,
-    has_memory,
-    is_aligned,
-    is_broadcast,
-    is_first_columns,
-    is_readable,
-    may_be_aligned,
-    overlap,
-    overlaps_itself,
-)
-from cute_attn.host.values import check_dense, check_dtype, check_present, shown, wrong_shape
-from cute_attn.traits import (
-    DROPOUTS,
-    MASKS,
-    MAX_HEAD_DIM,
-    MAX_HEAD_DIM_V,
-    PRECISIONS,
-    head_dim_multiple,
-    head_dims_text,
-)
+from cute_attn.host.values import check_choice, check_dense, check_dtype, check_present, shown, wrong_shape
+from cute_attn.traits import DROPOUTS as DROPOUTS
 
 KERNEL_DTYPES = tuple(DTYPE_NAMES)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -141,14 +124,10 @@ def _check_numbers(call: Call) -> None:
         raise ValueError(f"dropout_p is {call.dropout_p}; accepted: 0 <= dropout_p < 1, in float32 as well")
     if call.dropout_p and not call.dropout:
         raise ValueError(f"dropout_p is {call.dropout_p} and dropout empty; accepted: a name of a mask, or 0")
-    for name, value, accepted in (
-        ("mask", call.mask, MASKS),
-        ("dropout", call.dropout, DROPOUTS),
-        ("precision", call.precision, (*PRECISIONS, PYTORCHS) if call.q.dtype == torch.float32 else ()),
-    ):
-        if value and value not in accepted:
-            names = "".join(f"{item!r}, " for item in accepted)
-            raise ValueError(f"{name} is {value!r}; accepted: {names}or empty")
+    precisions = (*traits.PRECISIONS, PYTORCHS) if call.q.dtype == torch.float32 else ()
+    check_choice("mask", call.mask, ("", *traits.MASKS))
+    check_choice("dropout", call.dropout, ("", *DROPOUTS))
+    check_choice("precision", call.precision, ("", *precisions))
     for name in ("window_left", "window_right"):
         value = getattr(call, name)
         if not 0 <= value <= UNBOUNDED:
@@ -232,7 +211,7 @@ def check_range(name: str, values: Tensor, most: int | Sequence[int] | None, *, 
 
 def on_host(x: Tensor) -> bool:
     """True if lengths in ``x`` can be checked without waiting for a device or tracing: real numbers on the CPU."""
-    return x.device.type == "cpu" and has_memory(x)
+    return x.device.type == "cpu" and memory.has_memory(x)
 
 
 def _check_score_tensors(call: Call) -> None:
@@ -326,7 +305,10 @@ def _check_cache(call: Call) -> None:
         raise ValueError(f"k_cache has shape {shape}; accepted: {rows}, nheads_kv, head_dim), none of them 0")
     if v_cache.dim() != 4 or v_cache.shape[:-1] != k_cache.shape[:-1] or not v_cache.shape[-1]:
         raise wrong_shape("v_cache", v_cache, f"{tuple(k_cache.shape[:-1])} and a head_dim_v, as k_cache")
-    for name, x, most in (("k_cache", k_cache, MAX_HEAD_DIM), ("v_cache", v_cache, MAX_HEAD_DIM_V)):
+    for name, x, most in (
+        ("k_cache", k_cache, traits.MAX_HEAD_DIM),
+        ("v_cache", v_cache, traits.MAX_HEAD_DIM_V),
+    ):
         if x.shape[-1] > most:
             raise ValueError(f"{name} has head dim {x.shape[-1]}; accepted: up to {most}")
         check_last_stride(name, x)
@@ -377,7 +359,7 @@ def _check_new(call: Call) -> None:
         check_cumulative("cu_seqlens_k_new", cu_seqlens, batch, k.shape[0], k.shape[0])
     check_apart("k_cache", call.k_cache, ())
     check_apart("v_cache", call.v_cache, ())
-    if all(map(has_memory, (call.k_cache, call.v_cache, k, v))):
+    if all(map(memory.has_memory, (call.k_cache, call.v_cache, k, v))):
         _check_appended(call)
 
 
@@ -390,9 +372,9 @@ def _check_appended(call: Call) -> None:
     assert k is not None and v is not None
     check_apart("k_cache", k_cache, (("k", k), ("v", v)))
     check_apart("v_cache", v_cache, (("k", k), ("v", v)))
-    if not overlap(k_cache, v_cache):
+    if not memory.overlap(k_cache, v_cache):
         return
-    latent = is_first_columns(v_cache, k_cache) and is_first_columns(v, k)
+    latent = memory.is_first_columns(v_cache, k_cache) and memory.is_first_columns(v, k)
     if not latent or call.rotary_cos is not None:
         raise ValueError(
             "v_cache shares memory with k_cache; accepted: memory of its own, or without rotary embedding the views "
@@ -568,12 +550,12 @@ def check_for_kernels(call: Call, *, whole: bool = False) -> None:
             f"q has dtype {call.q.dtype}; accepted on CUDA: {_list(KERNEL_DTYPES)} "
             f"(on the CPU: {_list(FLOAT_DTYPES)})"
         )
-    multiple = head_dim_multiple(DTYPE_NAMES[call.q.dtype]) if whole else 1
+    multiple = traits.head_dim_multiple(DTYPE_NAMES[call.q.dtype]) if whole else 1
     for name, tensor in (("q", call.q), ("k", call.k), ("v", call.v)):
         dim = tensor.shape[-1]
-        if dim % multiple or dim > MAX_HEAD_DIM:
+        if dim % multiple or dim > traits.MAX_HEAD_DIM:
             which = "head_dim_v" if name == "v" else "head_dim"
-            accepted = head_dims_text(multiple, MAX_HEAD_DIM)
+            accepted = traits.head_dims_text(multiple, traits.MAX_HEAD_DIM)
             raise ValueError(f"{name} has {which} {dim}; accepted: {accepted}")
     _check_sizes(call)
     if call.alibi_slopes is not None:
@@ -691,15 +673,15 @@ def check_like(name: str, tensor: Any, **wanted: Any) -> None:
 
 def check_rows(name: str, written: Tensor) -> None:
     """Raise ValueError for a tensor that kernels cannot write in place, because of its strides or address."""
-    if is_readable(written):
+    if memory.is_readable(written):
         return
     start = ""
-    if not may_be_aligned(written):
-        past = written.data_ptr() % ALIGNMENT_BYTES
-        start = f" and starts {past} bytes past a multiple of {ALIGNMENT_BYTES}"
+    if not memory.may_be_aligned(written):
+        past = written.data_ptr() % memory.ALIGNMENT_BYTES
+        start = f" and starts {past} bytes past a multiple of {memory.ALIGNMENT_BYTES}"
     raise ValueError(
         f"{name} has strides {tuple(written.stride())}{start}; accepted: rows of contiguous elements that start at "
-        f"multiples of {ALIGNMENT_BYTES} bytes"
+        f"multiples of {memory.ALIGNMENT_BYTES} bytes"
     )
 
 
@@ -722,14 +704,14 @@ def check_apart(name: str, written: Tensor, others: Iterable[tuple[str, Tensor]]
     Only tensors with addresses are compared; those of compilers and function transforms have none.
     """
     check_has_memory(name, written)
-    addressed = has_memory(written)
-    if overlaps_itself(written) if addressed else is_broadcast(written):
+    addressed, sizes = memory.has_memory(written), zip(written.shape, written.stride(), strict=True)
+    if memory.overlaps_itself(written) if addressed else any(n > 1 and step == 0 for n, step in sizes):
         raise ValueError(
             f"{name} has shape {tuple(written.shape)} and strides {tuple(written.stride())}, so that elements share "
             "memory; accepted: elements of which each has its own"
         )
     for other, x in others:
-        if addressed and has_memory(x) and overlap(written, x):
+        if addressed and memory.has_memory(x) and memory.overlap(written, x):
             raise ValueError(f"{name} shares memory with {other}; accepted: memory of its own")
 
 
@@ -753,9 +735,9 @@ def check_cache_addresses(call: Call) -> None:
     if not (k_cache.data_ptr() | v_cache.data_ptr()) % 16:
         return
     alignment = call.alignment
-    multiple = alignment * k_cache.element_size() or ALIGNMENT_BYTES
+    multiple = alignment * k_cache.element_size() or memory.ALIGNMENT_BYTES
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not is_aligned(x, alignment):
+        if not memory.is_aligned(x, alignment):
             raise ValueError(
                 f"{name} starts {x.data_ptr() % multiple} bytes past a multiple of {multiple}; accepted: aligned as "
                 "its rows are"

@@ -17,62 +17,43 @@ from cute_attn.host.slots import array
 _NUMBER = 4
 _REPLAYS = 2
 
-_STREAMS = 64
-"""Number of streams for which counters are allocated at once."""
-
-_of_streams: dict[tuple[int, int], Tensor] = {}
-_free: dict[int, list[Tensor]] = {}
+_of_streams: dict[tuple[int, int], tuple[Tensor, Any]] = {}
+"""By device and stream: counters, and the schedule that contains them."""
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing: Any = getattr(
     torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
 )
 
 
-def work_counters(device: int) -> Tensor:
-    """int32 (4,) for a launch on the current stream of ``device``, which must be the current device."""
-    key = (device, _current_stream(device))
-    if _is_capturing():
-        return torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
-    counters = _of_streams.get(key)
-    return _of_streams.setdefault(key, _take(device)) if counters is None else counters
-
-
 def schedule(device: int) -> Any:
-    """A ``ForwardSchedule`` for a launch on the current stream of ``device``, as a launching function takes it."""
+    """A ``ForwardSchedule`` for a launch on the current stream of ``device``, as a launching function takes it.
+
+    device: the current device.
+    """
     if _is_capturing():
-        return work_counters(device), multiprocessors(device)
+        zeros = torch.zeros(_NUMBER, dtype=torch.int32, device=torch.device("cuda", device))
+        return zeros, multiprocessors(device)
     key = (device, _current_stream(device))
-    found = _schedules.get(key)
+    found = _of_streams.get(key)
     if found is None:
-        counters = tvm_ffi.from_dlpack(work_counters(device))
-        found = _schedules[key] = array((counters, multiprocessors(device)))
-    return found
+        counters = _allocate(device)
+        made = array((tvm_ffi.from_dlpack(counters), multiprocessors(device)))
+        found = _of_streams.setdefault(key, (counters, made))
+    return found[1]
 
 
-_schedules: dict[tuple[int, int], Any] = {}
-
-
-def _take(device: int) -> Tensor:
-    """Counters that no stream uses. Repeats if other threads took the last ones."""
-    while True:
-        try:
-            return _free[device].pop()
-        except LookupError:
-            _free[device] = _allocate(device)
-
-
-def _allocate(device: int) -> list[Tensor]:
+def _allocate(device: int) -> Tensor:
     """Counters of zeros, ready for any stream.
 
     Allocates in a separate thread, because a thread that warms up a CUDA graph allocates from the graph's pool, where
     torch accepts no memory that outlives the graph's run.
     """
 
-    def allocate() -> list[Tensor]:
+    def allocate() -> Tensor:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-            counters = torch.zeros(_STREAMS, _NUMBER, dtype=torch.int32, device="cuda")
+            counters = torch.zeros(_NUMBER, dtype=torch.int32, device="cuda")
             torch.cuda.current_stream().synchronize()
-            return list(counters.unbind())
+            return counters
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(allocate).result()
@@ -84,7 +65,7 @@ def replayed_tiles() -> int:
     A tile is replayed where a row's sum exceeds 2^40 under its stale maximum. Waits for the GPU.
     """
     known = list(_of_streams.values())  # other threads add to it
-    return sum(int(counters[_REPLAYS]) for counters in known)
+    return sum(int(counters[_REPLAYS]) for counters, _ in known)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ class Served(Counter[tuple[str, str]]):
     private functions.
     """
 
-    lock: threading.Lock
-    """Guards all call counters. Keep no reference to this lock: a forked process has another one."""
+    lock = threading.Lock()
+    """Guards all call counters."""
 
     def add(self, door: str, reason: str = "") -> None:
         """Count a call, and later each call that repeats it from a record."""
@@ -39,22 +38,14 @@ class Served(Counter[tuple[str, str]]):
             thread.recording.counts.append((self, (door, reason)))
 
 
-def _new_lock() -> None:
-    Served.lock = threading.Lock()
-
-
-_new_lock()
-os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
+os.register_at_fork(after_in_child=Served.lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
 
 
 served = Served()
 """The calls of this process."""
 
-observer: Callable[..., Any] | None = None
-"""Set by :mod:`cute_attn.sdpa.observe` while it watches how PyTorch's operators are called."""
-
-watcher: Callable[[str, dict[str, Any], str], None] | None = None
-"""The same for all other doors: called with the door, its arguments by name, and why no kernel ran, or ""."""
+observer: Any = None
+"""The :class:`cute_attn.sdpa.observe.Observer` while it watches: called with PyTorch's calls, and notes others."""
 
 
 def note(door: str, given: dict[str, Any]) -> None:
@@ -64,8 +55,8 @@ def note(door: str, given: dict[str, Any]) -> None:
     query = given["query"]
     reason = "" if query.is_cuda else f"query is on {query.device}, where the reference computes it"
     served.add(door, reason)
-    if watcher is not None:
-        watcher(door, given, reason)
+    if observer is not None:
+        observer.note(door, given, reason)
 
 
 # ---- activation ----
@@ -84,14 +75,10 @@ def why_nothing_is_served() -> str | None:
 
 def why_no_kernel(call: Call, target: str, op: str) -> str | None:
     """Why no kernel built for ``target`` computes ``op``, "forward" or "backward", of a call; None where one does."""
-    reasons = []
-    for arch in registry.generations(target):
-        bias_grad = op == "backward" and call.bias is not None
-        reason = _declined(call.traits(arch, op=op, bias_grad=bias_grad), target)
-        if reason is None:
-            return None
-        reasons.append(reason)
-    return "; ".join(reasons)
+    bias_grad = op == "backward" and call.bias is not None
+    kinds = [call.traits(arch, op=op, bias_grad=bias_grad) for arch in registry.generations(target)]
+    reasons = [_declined(traits, target) for traits in kinds]
+    return None if None in reasons else "; ".join(map(str, reasons))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,7 +16,6 @@ from cute_attn.epilogues.names import user_epilogue
 from cute_attn.host import record
 from cute_attn.host.call import Call
 from cute_attn.host.dispatch import NO_GRADIENT
-from cute_attn.host.memory import on_device
 
 MAX_ELEMENTS = 2**31 - 1
 """Maximum elements of a tensor with a gradient: offsets have 32 bits."""
@@ -128,18 +127,16 @@ def _zeros_like(x: Tensor, bins: int) -> Tensor:
     if bins:
         shape, dtype, most = (bins, *shape), torch.int64, BINNED_BYTES
     copies = max(1, min(COPIES, most // max(dtype.itemsize * math.prod(shape), 1)))
-    with on_device(x.get_device()):
-        made = record.contiguous(x, (copies, *shape), dtype)
-        record.step(Tensor.zero_, made)
+    made = record.contiguous(x, (copies, *shape), dtype)
+    record.step(Tensor.zero_, made)
     return made
 
 
 def gradient_of(x: Tensor, copies: Tensor) -> Tensor:
     """The gradient of ``x``: the sum of its copies, in x's dtype."""
     add_up = _sum_of_bins if copies.dtype == torch.int64 else record.sum_of_copies
-    with on_device(x.get_device()):
-        made = record.contiguous(x, tuple(x.shape))
-        record.step(add_up, made, copies)
+    made = record.contiguous(x, tuple(x.shape))
+    record.step(add_up, made, copies)
     return made
 
 

@@ -5,7 +5,6 @@ Repeated calls run from records of the allocations and launches (:mod:`cute_attn
 """
 
 import math
-from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -40,14 +39,7 @@ def forward(
 
 
 def plan_of(call: Call) -> Plan:
-    """The plan of a call, kept under its metadata."""
-    # Users' classes may be registered again at any time.
-    key = key_of((call[NUM_TENSORS + 1 :], *user_classes(call)), call)
-    return plans.plan(key, (*call[:NUM_TENSORS], *call.epilogue_tensors), lambda: plan_forward(call))
-
-
-def key_of(options: Hashable, call: Call) -> tuple[Hashable, ...]:
-    """A plan's key without the tensors' metadata: the options, and what the plan depends on of addresses.
+    """The plan of a call, kept under its metadata, and under what it depends on of addresses.
 
     This is whether q, k, v and a bias are aligned, and whether k and v start at one address: V may be columns of K.
     """
@@ -56,7 +48,12 @@ def key_of(options: Hashable, call: Call) -> tuple[Hashable, ...]:
     has_address = bias is not None and none_overrides((bias,)) and bias.layout is torch.strided
     starts = tuple(is_aligned(x) if none_overrides((x,)) else None for x in call[:3])
     latent = None not in starts and call.k.data_ptr() == call.v.data_ptr()
-    return "forward", options, starts, latent, not has_address or is_aligned(bias)  # type: ignore[arg-type]
+    options = (
+        call[NUM_TENSORS + 1 :],
+        *user_classes(call),
+    )  # users' classes may be registered again at any time
+    key = ("forward", options, starts, latent, not has_address or is_aligned(bias))  # type: ignore[arg-type]
+    return plans.plan(key, (*call[:NUM_TENSORS], *call.epilogue_tensors), lambda: plan_forward(call))
 
 
 # ---- the plan ----
@@ -149,7 +146,7 @@ def _launched(
 
 def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> Outputs:
     """Compute a call on padded copies of its tensors: see :mod:`cute_attn.host.padding`."""
-    given, copied = out, padding.to_copy(call[:3])
+    copied = padding.to_copy(call[:3])
     if padding.is_by_address(call[:3]):
         record.unlike_others()
     if out is None:
@@ -158,7 +155,7 @@ def _padded(plan: Plan, call: Call, out: Tensor | None, lse: Tensor | None) -> O
             record.step(Tensor.zero_, out)
     q, k, v = padding.pad(plan.functions["pad"], call[:3], copied)
     padded = call._replace(q=q, k=k, v=v)
-    cuts = not (padding.is_whole(call.v) and padding.is_writable(given))
+    cuts = not padding.is_writable(out)
     written = record.contiguous(out, padding.wide_shape(out)) if cuts else out
     _, lse, aux = _launched(plan_of(padded), padded, written, lse, keeps_rows=not cuts)
     if cuts:

@@ -101,11 +101,6 @@ def regular_strides(tensor: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return (0,) * (len(shape) - len(strides)) + tuple(strides)
 
 
-def is_broadcast(x: Tensor) -> bool:
-    """True if elements along a dimension have the same address."""
-    return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
-
-
 def regular(x: Tensor, alignment: int = 0) -> Tensor:
     """``x``, or a view of it with regular strides in dimensions of size 1."""
     return x if rows_are_regular(x, alignment) else as_strided(x, tuple(x.shape), regular_strides(x, x.shape))

@@ -9,20 +9,20 @@ from cute_attn.host import record
 from cute_attn.host.call import DTYPE_NAMES
 from cute_attn.host.checks import FLOAT_DTYPES, check_count, check_sinks
 from cute_attn.host.memory import row_alignment
-from cute_attn.host.values import check_dtype, check_present, wrong_shape
+from cute_attn.host.values import check_dtype, check_present, shown, wrong_shape
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile
 from cute_attn.traits import MAX_HEAD_DIM_V, Traits, aligned_head_dim, head_dims_text
 
 
-def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
-    """Raise TypeError or ValueError for the first wrong argument, on any device."""
+def check(outs: Tensor, lses: Tensor, sinks: Tensor | None, dtype: torch.dtype | None) -> None:
+    """Raise TypeError or ValueError for the first wrong argument, on any device. dtype: None for that of ``outs``."""
     check_present((("outs", outs), ("lses", lses), ("sinks", sinks)), ("outs", "lses"), "outs")
     for name, x in (("outs", outs), ("lses", lses)):
         check_dtype(name, x, *FLOAT_DTYPES)
     if lses.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"lses has dtype {lses.dtype}; accepted: torch.float32")
-    if dtype not in FLOAT_DTYPES:
-        raise TypeError(f"dtype is {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
+    if dtype not in (None, *FLOAT_DTYPES):
+        raise TypeError(f"dtype is {shown(dtype)}; accepted: {', '.join(map(str, FLOAT_DTYPES))}")
     if outs.dim() not in (4, 5):
         packed = "(partials, total_q, nheads, head_dim_v)"
         raise wrong_shape("outs", outs, f"(partials, batch, seqlen_q, nheads, head_dim_v) or {packed}")
@@ -50,7 +50,14 @@ def check_for_kernels(outs: Tensor, lses: Tensor, dtype: torch.dtype) -> None:
 
 def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
     """Launch the combine kernel. ``out`` is fp16, bf16 or fp32; packed rows are passed as a batch of one."""
-    outs, alignment = _whole_rows(outs.to(torch.float32)), row_alignment(out)
+    outs, alignment, dim = outs.to(torch.float32), row_alignment(out), outs.shape[-1]
+    columns = aligned_head_dim("fp32", dim)
+    if columns == dim:
+        outs = record.readable(outs)
+    else:  # rows padded to multiples of 16 bytes
+        padded = record.contiguous(outs, (*outs.shape[:-1], columns))
+        record.step(Tensor.copy_, padded[..., :dim], outs)
+        outs = padded
     if outs.dim() == 4:
         outs, lses, out, lse = outs.unsqueeze(1), lses.unsqueeze(1), out.unsqueeze(0), lse.unsqueeze(0)
     target = compiler.default_target("sm80")
@@ -59,14 +66,3 @@ def launch(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, sinks: Tensor |
     traits = Traits("combine", arch, dtype, out.shape[-1], sinks=sink_dtype, alignment=alignment)
     compiled = compiler.compile(traits, CombineTile.of(outs.shape[0]).for_head_dim(traits.head_dim_v), target)
     record.launch(*compiled.bind(mOpartial=outs, mLSEpartial=lses, mO=out, mLSE=lse, mSinks=sinks))
-
-
-def _whole_rows(outs: Tensor) -> Tensor:
-    """Partial results as the kernel reads them: fp32, with rows padded to multiples of 16 bytes."""
-    dim = outs.shape[-1]
-    columns = aligned_head_dim("fp32", dim)
-    if columns == dim:
-        return record.readable(outs)
-    padded = record.contiguous(outs, (*outs.shape[:-1], columns))
-    record.step(Tensor.copy_, padded[..., :dim], outs)
-    return padded

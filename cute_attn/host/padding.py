@@ -38,9 +38,9 @@ def is_by_address(tensors: Sequence[Tensor]) -> bool:
     return any(rows_are_whole(x) and not may_be_aligned(x) for x in tensors)
 
 
-def is_writable(given: Tensor | None) -> bool:
-    """True if kernels can write the given tensor in place; None stands for a new tensor."""
-    return given is None or is_readable(given)
+def is_writable(x: Tensor) -> bool:
+    """True if kernels can write ``x`` in place: rows that are multiples of 16 bytes, at such strides and addresses."""
+    return x.shape[-1] % head_dim_multiple(DTYPE_NAMES[x.dtype]) == 0 and is_readable(x)
 
 
 def wide_shape(x: Tensor) -> tuple[int, ...]:
@@ -99,8 +99,3 @@ def check_rows(named: dict[str, Tensor], copied: Sequence[bool]) -> None:
     for (name, x), wanted in zip(named.items(), copied, strict=True):
         if wanted:
             check_count(f"{name} has rows of heads", math.prod(x.shape[:-1]), MAX_ROWS)
-
-
-def is_whole(x: Tensor) -> bool:
-    """True if the head dim of ``x`` is a multiple of 16 bytes."""
-    return x.shape[-1] % head_dim_multiple(DTYPE_NAMES[x.dtype]) == 0

@@ -225,10 +225,10 @@ def may_repeat(options: tuple, q: Any) -> bool:
     """True if equal arguments of a drop-in's function mean equal calls, so that :func:`repeat` may serve them.
 
     False in fp32, which depends on autocast and PyTorch's precision, and if an option is a tensor or a non-Python
-    number, whose value each call reads. Also False in compiled code and under a watcher, which must see each call.
+    number, whose value each call reads. Also False in compiled code and under an observer, which must see each call.
     options: the arguments except tensors, some of them in tuples.
     """
-    if torch.compiler.is_compiling() or doors.watcher is not None:
+    if torch.compiler.is_compiling() or doors.observer is not None:
         return False
     if not isinstance(q, Tensor) or q.dtype == torch.float32:
         return False
@@ -335,7 +335,7 @@ def _guard(
     places = tuple(first.values())
     bucket = (key, tuple(map(type, tensors[:given])))
     found = _guarded.get(bucket, [])
-    if tensor_guards is None or (len(found) >= _MOST_GUARDS and reads is None):
+    if len(found) >= _MOST_GUARDS and reads is None:
         return  # making guards takes long
     if len(_guarded) >= _MOST:
         _guarded.clear()
@@ -350,7 +350,6 @@ def _guard(
 
 def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that checks if tensors have the metadata of ``tensors``. In both, tensors must be distinct objects."""
-    assert tensor_guards is not None
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     return tensor_guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 

@@ -26,17 +26,9 @@ _END = 2**63 // _UNIT
 _SALT = 0x5851F42D4C957F2D  # so that states differ from torch.randint's numbers of the same seed
 
 
-lock: threading.Lock
-"""Held while a generator's offset is read and advanced. Keep no reference to it: a forked process has another one."""
-
-
-def _new_lock() -> None:
-    global lock
-    lock = threading.Lock()
-
-
-_new_lock()
-os.register_at_fork(after_in_child=_new_lock)  # another thread may have held it
+lock = threading.Lock()
+"""Held while a generator's offset is read and advanced."""
+os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may hold it
 
 
 def advance(generator: torch.Generator, step: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cute_attn.host import counters, memory
 from cute_attn.host.memory import ALIGNMENT_BYTES, Tensors, as_strided, overlap
-from cute_attn.host.slots import TYPES, Slot, array, current_stream, slot, takes_slots
+from cute_attn.host.slots import CUDA, TYPES, Slot, array, set_stream, slot, takes_slots
 
 # ---- a call's steps ----
 
@@ -38,9 +38,10 @@ allocate: Callable[..., Tensor] = memory.empty_strided_cuda
 
 
 def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An uninitialized tensor on ``like``'s device; the current GPU is ``like``'s. Recorded."""
+    """An uninitialized tensor on ``like``'s device. Recorded."""
     if like.is_cuda:
-        made = allocate(shape, strides, dtype)
+        with memory.on_device(like.get_device()):
+            made = allocate(shape, strides, dtype)
     else:
         made = like.new_empty_strided(shape, strides, dtype=dtype)
     if thread.recording is not None:
@@ -313,10 +314,9 @@ class Recording:
         return Record(
             device=given[used[0]].get_device(), tensors=used, aligned=tuple(aligned),
             same=tuple((j, i) for i, j in enumerate(first) if i != j), made=tuple(made),
-            own=tuple(x == y for x, y in zip(made, self._made, strict=True)), launches=tuple(launches),
-            results=tuple(_numbered(x, number) for x in places), single=single, written=written,
-            apart=tuple(pair for pair in pairs if self._are_apart(given, used, *pair)), counts=tuple(self.counts),
-            constant=constant, plan=self.plan, saved=self._saved(given),
+            launches=tuple(launches), results=tuple(_numbered(x, number) for x in places), single=single,
+            written=written, apart=tuple(pair for pair in pairs if self._are_apart(given, used, *pair)),
+            counts=tuple(self.counts), constant=constant, plan=self.plan, saved=self._saved(given),
         )  # fmt: skip
 
     def _are_apart(self, given: list[Any], used: tuple[int, ...], i: int, j: int) -> bool:
@@ -362,38 +362,6 @@ _share_memory = torch._C._is_alias_of  # type: ignore[attr-defined]
 # ---- records ----
 
 
-class _BoundLaunch(NamedTuple):
-    """A launch's arguments for one call at a time.
-
-    Attributes:
-        function: launches the kernel.
-        arguments: a list; each call fills in the two entries below.
-        whole: (index, source) of an argument passed as a torch tensor, by which TVM FFI finds the stream, or None.
-        work_tiles: index of the ``ForwardSchedule`` argument, or None.
-        of_torch: whether the launch is a :func:`step`; its tensors are then ``_Place`` objects.
-    """
-
-    function: Callable[..., None]
-    arguments: list[Any]
-    whole: tuple[int, int] | None
-    work_tiles: int | None
-    of_torch: bool = False
-
-
-class _Bound(NamedTuple):
-    """The arguments of one call at a time.
-
-    Attributes:
-        launches: the call's launches.
-        addresses: (address, source, offset) of the slots among the launches' arguments.
-        streams: whether every launch finds its stream by a torch tensor among its arguments, or needs none.
-    """
-
-    launches: tuple[_BoundLaunch, ...]
-    addresses: tuple[tuple[Any, int, int], ...]
-    streams: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Record:
     """A recorded call, which later calls with tensors of the same metadata repeat.
@@ -404,7 +372,6 @@ class Record:
         aligned: sources that a kernel reads in place and that were 16-byte aligned; in later calls they must be, too.
         same: pairs of sources that started at one address; in later calls they must, too.
         made: shape, strides and dtype of each allocation, or the function that makes a tensor, in order.
-        own: for each allocation, whether its layout is the one that kernels received.
         launches: (function, recorded arguments, whether it is a :func:`step`) of each launch.
         results: ``_Place`` of each result that is a tensor, the value of any other result.
         single: whether the result is one tensor instead of a tuple.
@@ -413,7 +380,7 @@ class Record:
         counts: see :class:`Recording`.
         constant: whether none of the call's tensors requires a gradient.
         plan, saved: see :func:`planned`. ``saved`` contains indices into the call's tensors; None if one has no index.
-        free: bound arguments that no running call uses.
+        free: arguments that no running call uses, see :meth:`_bind`.
     """
 
     device: int
@@ -421,7 +388,6 @@ class Record:
     aligned: tuple[int, ...]
     same: tuple[tuple[int, int], ...]
     made: tuple[Any, ...]
-    own: tuple[bool, ...]
     launches: tuple[tuple[Callable[..., None], tuple, bool], ...]
     results: tuple[Any, ...]
     single: bool
@@ -431,7 +397,7 @@ class Record:
     constant: bool
     plan: Any
     saved: tuple[int, ...] | None
-    free: list[_Bound] = field(default_factory=list)
+    free: list[tuple[list, list]] = field(default_factory=list)
 
     def run(self, tensors: Tensors) -> Any:
         """Repeat the call and return its results; None if addresses of tensors do not suit the recorded kernels."""
@@ -456,13 +422,17 @@ class Record:
             bound = self.free.pop()
         except IndexError:
             bound = self._bind()
-        for address, source, offset in bound.addresses:
+        launches, addresses = bound
+        for address, source, offset in addresses:
             address.value = starts[source] + offset
-        if bound.streams:
-            self._launch(bound, sources)
-        else:
-            with current_stream(self.device):
-                self._launch(bound, sources)
+        if self.device < 0:
+            self._launch(launches, sources)
+        else:  # on torch's current stream
+            stream = set_stream(CUDA, self.device, torch._C._cuda_getCurrentRawStream(self.device))
+            try:
+                self._launch(launches, sources)
+            finally:
+                set_stream(CUDA, self.device, stream)
         self.free.append(bound)
         for counter, entry in self.counts:
             with counter.lock:
@@ -478,23 +448,23 @@ class Record:
             found.append(x)
         return found[0] if self.single else tuple(found)
 
-    def _launch(self, bound: _Bound, sources: list[Tensor]) -> None:
-        for function, arguments, whole, work_tiles, of_torch in bound.launches:
+    def _launch(self, launches: list, sources: list[Tensor]) -> None:
+        for function, arguments, work_tiles, of_torch in launches:
             if of_torch:
                 function(*[_with_tensors(x, sources) for x in arguments])
                 continue
             if work_tiles is not None:
                 arguments[work_tiles] = counters.schedule(self.device)
-            if whole is None:
-                function(*arguments)
-            else:
-                arguments[whole[0]] = sources[whole[1]]
-                function(*arguments)
-                arguments[whole[0]] = None  # keep no tensor alive
+            function(*arguments)
             if work_tiles is not None:
-                arguments[work_tiles] = None  # nor counters: a CUDA graph's capture allocates them
+                arguments[work_tiles] = None  # keep no counters alive: a CUDA graph's capture allocates them
 
-    def _bind(self) -> _Bound:
+    def _bind(self) -> tuple[list, list]:
+        """The launches with their arguments for one call at a time, and (address, source, offset) of the slots in them.
+
+        Each launch has a function, a list of arguments, the index of the ``ForwardSchedule`` that each call sets there,
+        or None, and whether it is a :func:`step`, whose tensors are ``_Place`` objects.
+        """
         addresses: list[tuple[Any, int, int]] = []
 
         def bind(x: Any) -> Any:
@@ -504,28 +474,16 @@ class Record:
                 return one.tensor
             return tuple(map(bind, x)) if isinstance(x, tuple) else x
 
-        launches = []
+        launches: list[Any] = []
         for function, recorded, of_torch in self.launches:
             if of_torch:
-                launches.append(_BoundLaunch(function, list(recorded), None, None, True))
+                launches.append((function, recorded, None, True))
                 continue
-            whole, work_tiles, arguments = None, None, []
-            for i, x in enumerate(recorded):
-                if x is _WorkTiles:
-                    work_tiles, value = i, None
-                elif whole is None and isinstance(x, _Place) and self._is_torchs(x):
-                    whole, value = (i, x.source), None
-                else:
-                    value = bind(x)
-                arguments.append(array(value) if isinstance(value, tuple) else value)
-            launches.append(_BoundLaunch(function, arguments, whole, work_tiles))
-        streams = self.device < 0 or all(one.of_torch or one.whole is not None for one in launches)
-        return _Bound(tuple(launches), tuple(addresses), streams)
-
-    def _is_torchs(self, place: _Place) -> bool:
-        """True if the argument is one of the call's tensors or allocations itself, rather than a view."""
-        given = len(self.tensors)
-        return place.whole and (place.source < given or self.own[place.source - given])
+            work_tiles = recorded.index(_WorkTiles) if _WorkTiles in recorded else None
+            values = [None if x is _WorkTiles else bind(x) for x in recorded]
+            arguments = [array(x) if isinstance(x, tuple) else x for x in values]
+            launches.append((function, arguments, work_tiles, False))
+        return launches, addresses
 
 
 def _view(place: _Place, made: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ with other strides. Sources: ``DLManagedTensor`` of dlpack.h; for the location o
 ``TVMFFITensorGetDLTensorPtr`` of tvm/ffi/c_api.h.
 """
 
-import contextlib
 import ctypes
-import functools
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,8 @@ TYPES = {  # DLDataType: code and bits
     torch.uint8: (1, 8),
     torch.bool: (6, 8),
 }
-_DEVICES = {"cpu": 1, "cuda": 2}  # DLDeviceType
+CUDA = 2
+_DEVICES = {"cpu": 1, "cuda": CUDA}  # DLDeviceType
 _HEADER_BYTES = 24  # of a TVMFFIObject; a DLTensor follows it
 
 
@@ -104,16 +104,5 @@ def array(values: Any) -> Any:
     return tvm_ffi.convert(values)
 
 
-def current_stream(device: int) -> contextlib.AbstractContextManager:
-    """A context in which functions launch on torch's current stream of a GPU even without a torch tensor.
-
-    device: -1 for the CPU, where functions launch nothing.
-    """
-    if device < 0:
-        return contextlib.nullcontext()
-    return tvm_ffi.use_raw_stream(_gpu(device), torch._C._cuda_getCurrentRawStream(device))
-
-
-@functools.cache
-def _gpu(index: int) -> Any:
-    return tvm_ffi.device("cuda", index)
+set_stream: Callable[[int, int, int], int] = tvm_ffi.core._env_set_current_stream
+"""Set the stream on which functions launch, by type and index of its device. Returns the stream set before."""

@@ -19,15 +19,8 @@ from torch import Tensor
 from cute_attn import compiler
 from cute_attn.compiler import registry
 from cute_attn.epilogues.names import are_functions
-from cute_attn.host import plans, record
+from cute_attn.host import checks, plans, record
 from cute_attn.host.call import Call
-from cute_attn.host.checks import (
-    KERNEL_DTYPES,
-    MAX_ROWS,
-    check_append_for_kernels,
-    check_attention,
-    check_count,
-)
 from cute_attn.host.choose import check_kernel, user_classes
 from cute_attn.host.counters import multiprocessors
 from cute_attn.host.memory import clear_owned, on_device
@@ -147,8 +140,8 @@ def plan_of(call: Call) -> Plan:
     """The plan of a call, kept under its metadata."""
 
     def make() -> Plan:
-        check_attention(call)
-        check_append_for_kernels(call)
+        checks.check_attention(call)
+        checks.check_append_for_kernels(call)
         return make_plan(call)
 
     tensors, options = call.metadata()
@@ -218,7 +211,7 @@ def divided(call: Call, kernel: Any, target: str, multiprocessors: int) -> tuple
     It pays for few work tiles, many keys, and no feature that kernels for a cache lack. kernel: the forward kernel that
     would serve the call otherwise.
     """
-    if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in KERNEL_DTYPES:
+    if kernel.traits.arch != "sm90" or call.kernel or call.tile or call.q.dtype not in checks.KERNEL_DTYPES:
         return None
     if kernel.traits.top_left or call.aux == "softmax":
         return None
@@ -412,13 +405,13 @@ def _check_sizes(call: Call, kernel: Any, num_splits: int) -> None:
     count = work_tiles(call, tile)
     blocks = -(-capacity // tile.tile_n) + 2
     each = f"{count} blocks of up to {tile.queries} queries"
-    check_count(f"q has {each}", count, MAX_ROWS)
-    check_count(f"k_cache has {blocks} key blocks for each of {each}", count * blocks, MAX_ROWS)
-    check_count("q has rows of heads", math.prod(call.q.shape[:-1]), MAX_ROWS)
+    checks.check_count(f"q has {each}", count, checks.MAX_ROWS)
+    checks.check_count(f"k_cache has {blocks} key blocks for each of {each}", count * blocks, checks.MAX_ROWS)
+    checks.check_count("q has rows of heads", math.prod(call.q.shape[:-1]), checks.MAX_ROWS)
     if kernel.traits.arch == "sm80":  # CTAs for each sequence's longest
         packs = call.k_cache.shape[-2] * -(-call.group // tile.pack_heads)
         blocks = -(-queries // tile.queries)
         each = f"{packs} heads of {blocks} blocks of {tile.queries} queries"
         count = call.batch * packs * blocks
-        check_count(f"{call.stated('q')}{call.batch} sequences of {each}", count, MAX_ROWS)
-    check_count("partial results have blocks", count * num_splits, MAX_ROWS)
+        checks.check_count(f"{call.stated('q')}{call.batch} sequences of {each}", count, checks.MAX_ROWS)
+    checks.check_count("partial results have blocks", count * num_splits, checks.MAX_ROWS)

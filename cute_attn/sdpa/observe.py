@@ -93,11 +93,11 @@ class Observer:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch PyTorch's operators while :mod:`cute_attn.sdpa` is active, and the other entry points."""
-        doors.observer, doors.watcher = self, self.note
+        doors.observer = self
         try:
             yield
         finally:
-            doors.observer = doors.watcher = None
+            doors.observer = None
 
     @contextlib.contextmanager
     def watching_functions(self) -> Iterator[None]:
@@ -108,13 +108,12 @@ class Observer:
         """
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
-        doors.watcher = self.note
         _install(self._function)
         try:
-            yield
+            with self.watching():
+                yield
         finally:
             _remove()
-            doors.watcher = None
             torch.backends.mha.set_fastpath_enabled(fast_path)
 
     def __call__(

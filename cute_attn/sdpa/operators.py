@@ -26,7 +26,7 @@ from cute_attn.host.activation import BACKENDS, Options
 from cute_attn.host.bias import four_dims, last_contiguous
 from cute_attn.host.call import ATTENTION, Call
 from cute_attn.host.checks import check_like
-from cute_attn.host.memory import ALIGNMENT_BYTES, as_strided, contiguous_strides, on_device, regular
+from cute_attn.host.memory import ALIGNMENT_BYTES, as_strided, contiguous_strides, regular
 from cute_attn.sdpa.calls import Request, _is_capturing, request_of, why_not, why_not_drawn
 
 # ---- inputs as kernels read them ----
@@ -109,9 +109,8 @@ class Output:
             return x
         if all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True)):
             return as_strided(x, shape, strides)
-        with on_device(x.get_device()):
-            made = record.empty(x, shape, strides, x.dtype)
-            record.step(Tensor.copy_, made, x)
+        made = record.empty(x, shape, strides, x.dtype)
+        record.step(Tensor.copy_, made, x)
         return made
 
 
@@ -160,11 +159,10 @@ def forward(
         state = record.drawn(functools.partial(draw, request, device, options.rng))
     call = _for_kernels(call)._replace(rng_state=state, aux="softmax" if return_softmax else "")
     if runs_kernels(call.q):
-        with on_device(call.q.get_device()):
-            out, shape = output.memory(call.q), call.output_shapes()[1]
-            shape = (*shape[:2], lse_rows) if lse_rows > rows else shape
-            lse = record.contiguous(call.q, shape, torch.float32)
-            written, lse, softmax = _forward.forward(call, out, lse, keeps_rows=False)
+        out, shape = output.memory(call.q), call.output_shapes()[1]
+        shape = (*shape[:2], lse_rows) if lse_rows > rows else shape
+        lse = record.contiguous(call.q, shape, torch.float32)
+        written, lse, softmax = _forward.forward(call, out, lse, keeps_rows=False)
     else:
         written, lse, softmax = forward_cpu(call)
         if lse_rows > rows:
@@ -216,9 +214,8 @@ def _joined(rng_state: Tensor | tuple[Tensor, Tensor], device: torch.device) -> 
     if isinstance(rng_state, Tensor):
         return rng_state.view(torch.int64).to(device)
     numbers = tuple(x.view(torch.int64).to(device) for x in rng_state)
-    with on_device(numbers[0].get_device()):
-        both = record.empty(numbers[0], (2,), (1,), torch.int64)
-        record.step(_stack_into, numbers, both)
+    both = record.empty(numbers[0], (2,), (1,), torch.int64)
+    record.step(_stack_into, numbers, both)
     return both
 
 
@@ -252,10 +249,9 @@ def backward(
     needed, outputs = (True, True, True, bias_gradient, False), (grad_out, None, out, lse)
     results = [Output.of(x, x.shape[-1], heads_first, request.backend) for x in given[:3]]
     if runs_kernels(call.q):
-        with on_device(call.q.get_device()):
-            dq, dk, dv = (one.memory(x) for one, x in zip(results, call[:3], strict=True))
-            plan = _backward.plan_of(call, outputs, needed)
-            found: Any = _backward.launch(plan, call, outputs, needed, (dq, dk, dv, None, None))
+        dq, dk, dv = (one.memory(x) for one, x in zip(results, call[:3], strict=True))
+        plan = _backward.plan_of(call, outputs, needed)
+        found: Any = _backward.launch(plan, call, outputs, needed, (dq, dk, dv, None, None))
     else:
         found = torch.ops.cute_attn.backward.default(*outputs, list(needed), *call.values(ATTENTION))
     own: list[Any] = [one.of_rows(x) for one, x in zip(results, found, strict=False)]
@@ -274,8 +270,7 @@ def _asked(backend: str, given: Any, bias: Tensor | None = None, *, learns: bool
 
 def _fresh(like: Tensor, *kinds: tuple) -> list[Tensor]:
     """Uninitialized tensors on ``like``'s device. kinds: for each tensor a shape, strides and a dtype."""
-    with on_device(like.get_device()):
-        return [record.empty(like, *kind) for kind in kinds]
+    return [record.empty(like, *kind) for kind in kinds]
 
 
 _NUMBER, _WORD, _TWO_WORDS = ((), (), torch.int64), ((), (), torch.uint64), ((2,), (1,), torch.uint64)

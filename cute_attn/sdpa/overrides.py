@@ -168,7 +168,6 @@ def repeating(stock: Callable[..., Tensor], serving: Callable[[], Any]) -> Calla
 _COMPOSITE = "scaled_dot_product_attention"
 _libraries: dict[str, torch.library.Library] = {}
 _overrides: dict[str, dict[str, Override]] = {}
-_composites: set[str] = set()
 _registering = threading.RLock()
 
 
@@ -183,26 +182,22 @@ def overrides(key: str) -> dict[str, Override]:
                     if hasattr(torch.ops.aten, name):
                         made[name] = Override(name, implementation, _stock_kernel(name, key))
                         _register(library, name, made[name], key)
+            _override_composite(library, key)
             _overrides[key] = made
         return _overrides[key]
 
 
-def _override_composite(key: str) -> None:
+def _override_composite(library: torch.library.Library, key: str) -> None:
     """Let ``aten::scaled_dot_product_attention`` itself serve repeated calls under ``key``.
 
     The override is registered above autograd only. With a kernel below, exports would not see a composite operator.
     """
-    with _registering:
-        if key in _composites:
-            return
-        _composites.add(key)
-        above = f"Autograd{key}"
-        stock = torch.library.get_kernel(f"aten::{_COMPOSITE}", above)
-        run = repeating(stock.call_boxed, functools.partial(_serving.get, key))
-        _register(_libraries[key], _COMPOSITE, run, above)
-        # Let the tracers' dispatcher, in Python, look up that operator's kernel again.
-        operator = torch.ops.aten.scaled_dot_product_attention.default
-        operator._uncache_dispatch(getattr(torch._C.DispatchKey, above))
+    above = f"Autograd{key}"
+    stock = torch.library.get_kernel(f"aten::{_COMPOSITE}", above)
+    _register(library, _COMPOSITE, repeating(stock.call_boxed, functools.partial(_serving.get, key)), above)
+    # Let the tracers' dispatcher, in Python, look up that operator's kernel again.
+    operator = torch.ops.aten.scaled_dot_product_attention.default
+    operator._uncache_dispatch(getattr(torch._C.DispatchKey, above))
 
 
 def _register(library: torch.library.Library, name: str, run: Callable[..., Any], key: str) -> None:
@@ -246,7 +241,6 @@ class Activation:
                     own[name].options = self.options if backend in self.options.backends else None
             plans.forget(_serving.get(self.key, self))
             _serving[self.key] = self
-            _override_composite(self.key)
         return self
 
     def remove(self) -> None:

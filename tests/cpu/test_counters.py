@@ -1,6 +1,6 @@
-"""Counters of forward kernels by stream, without a GPU: threads that ask for them at the same time."""
+"""Counters of forward kernels by stream, without a GPU."""
 
-import pytest
+import torch
 
 from cute_attn.host import counters
 
@@ -12,38 +12,26 @@ class Numbers:
         self.of_streams = of_streams
 
     def __getitem__(self, index):
-        self.of_streams[len(self.of_streams)] = [0] * 4
+        self.of_streams[len(self.of_streams)] = [0] * 4, None
         return 3
 
 
 def test_replayed_tiles_are_added_up_while_streams_are_added(monkeypatch):
     of_streams = {}
-    of_streams["first"], of_streams["second"] = Numbers(of_streams), Numbers(of_streams)
+    of_streams |= {name: (Numbers(of_streams), None) for name in ("first", "second")}
     monkeypatch.setattr(counters, "_of_streams", of_streams)
     assert counters.replayed_tiles() == 6
 
 
-@pytest.fixture
-def streams(monkeypatch):
-    """CUDA streams without a GPU: ``streams.current`` is the current stream, and counters are plain numbers."""
+def test_each_stream_has_counters_of_its_own(monkeypatch):
     monkeypatch.setattr(counters, "_of_streams", {})
-    monkeypatch.setattr(counters, "_free", {})
     monkeypatch.setattr(counters, "_is_capturing", lambda: False)
-    monkeypatch.setattr(counters, "_current_stream", lambda device: next(asked))
-    asked = iter(range(100))
-
-
-def test_another_thread_may_take_the_last_counters(streams, monkeypatch):
-    class Taken(list):
-        """Another thread removes the last element between a check and the next step."""
-
-        def __bool__(self):
-            found = len(self) > 0
-            self.clear()
-            return found
-
-    allocated = iter([["a", "b"], ["c", "d"]])
-    monkeypatch.setattr(counters, "_allocate", lambda device: next(allocated))
-    counters._free[0] = Taken(["last"])
-    found = [counters.work_counters(0) for _ in range(3)]
-    assert len(set(found)) == 3 and len(counters._of_streams) == 3
+    monkeypatch.setattr(counters, "_allocate", lambda device: torch.zeros(4, dtype=torch.int32))
+    monkeypatch.setattr(counters, "multiprocessors", lambda device: 132)
+    found = []
+    for stream in (5, 5, 6):
+        monkeypatch.setattr(counters, "_current_stream", lambda device, own=stream: own)
+        found.append(counters.schedule(0))
+    first, again, other = found
+    assert first is again and first[1] == 132
+    assert torch.from_dlpack(first[0]).data_ptr() != torch.from_dlpack(other[0]).data_ptr()

@@ -554,7 +554,7 @@ rotary.apply_rotary_emb(Q, randn(5, 9), randn(5, 9))
     -> ValueError: cos has shape (5, 9), sin (5, 9); accepted: (positions, up to 8)
 rotary.apply_rotary_emb(Q, randn(5, 8), randn(5, 8), seqlen_offsets=1)
     -> ValueError: cos has 5 positions; accepted: 6 or more
-rotary.apply_rotary_emb_qkv_(Q, randn(5, 8), randn(5, 8)) -> ValueError: num_heads_q is None; accepted:
+rotary.apply_rotary_emb_qkv_(Q, randn(5, 8), randn(5, 8)) -> ValueError: num_heads_q is None with a qkv of 4
 """
 
 

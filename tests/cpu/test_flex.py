@@ -375,7 +375,7 @@ def test_what_is_not_served_is_pytorchs_and_warns_once(on_cpu, monkeypatch):
 def test_watched_calls_in_compiled_code_are_compiled(on_cpu, monkeypatch):
     """Without a compiler, PyTorch's function would hold all scores."""
     calls = []
-    monkeypatch.setattr(doors, "watcher", lambda *_: None)
+    monkeypatch.setattr(doors, "observer", Observer())
     monkeypatch.setattr(doors, "_warned", {overrides.NAME})
     monkeypatch.setattr(
         overrides, "_compiled", lambda: lambda *args, **kwargs: calls.append(kwargs) or args[0] * 0

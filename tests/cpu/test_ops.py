@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, attention_with_kvcache, reference
-from cute_attn.api import kvcache, operators
+from cute_attn.api import operators
 from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import names
@@ -147,7 +147,7 @@ def test_checkpointing_repeats_the_same_mask():
 def written(monkeypatch):
     """Outputs that callers gave: without a GPU torch copies to no fake tensor on CUDA."""
     written = []
-    for module in (operators, kvcache):
+    for module in (operators, memory):
         monkeypatch.setattr(module, "write_owned", lambda out, *_: written.append(out) or out)
     return written
 
@@ -302,7 +302,7 @@ def recorder(monkeypatch):
     recorder = Recorder()
     machine.device(monkeypatch, target="sm90")
     machine.kernels(monkeypatch, recorder.kernel)
-    monkeypatch.setattr(operators, "forward_cpu", operators.forward_cuda)
+    monkeypatch.setattr(operators, "forward_cpu", operators.launch)
     return recorder
 
 

@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import tvm_ffi
 
 from cute_attn.compiler import registry
-from cute_attn.host import padding, record, slots
+from cute_attn.host import memory, padding, record, slots
 from cute_attn.host.record import Recording
 from cute_attn.traits import Traits
 from tests import machine
@@ -95,6 +96,23 @@ def test_a_repeated_call_follows_the_record():
     for found, x, y in kept:  # later calls write nothing of earlier ones
         check(found, x, y)
         assert found[0].stride() == (1, 5) and found[1].is_contiguous()
+
+
+def test_a_repeated_call_launches_on_torchs_stream(monkeypatch):
+    """The stream that was set before is set again afterwards."""
+    seen, stream = [], partial(tvm_ffi.core._env_get_current_stream, slots.CUDA, 0)
+
+    def run(x):
+        out = record.contiguous(x, (4, 5))
+        record.launch(tvm_ffi.convert(lambda *given: seen.append(stream())), x, out)
+        return out
+
+    calls = Calls(run)
+    calls(inputs(0)[0])
+    monkeypatch.setattr(memory, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    replace(calls.record, device=0).run(inputs(1)[:1])
+    assert seen == [0, 7] and stream() == 0
 
 
 def test_a_result_is_allocated_in_the_layout_that_is_returned():

@@ -23,6 +23,7 @@ from cute_attn.flex import overrides
 from cute_attn.host import doors
 from cute_attn.host.activation import Options
 from cute_attn.host.call import ATTENTION, Call
+from cute_attn.sdpa.observe import Observer
 from tests import processes
 from tests.compared import same
 from tests.tensors import randn
@@ -524,12 +525,13 @@ def test_a_call_that_no_kernel_supports_is_pytorchs_in_the_same_graph(on_cpu, mo
 
 
 def test_watched_calls_run_between_two_graphs(on_cpu, monkeypatch):
-    seen = []
-    monkeypatch.setattr(doors, "watcher", lambda door, given, reason: seen.append((door, reason)))
+    observer = Observer()
+    monkeypatch.setattr(doors, "observer", observer)
     compiled = torch.compile(pytorchs_call, backend="eager")
     for _ in range(2):
         compiled(Q, SLOPES)
-    assert seen == [(overrides.NAME, "")] * 2
+    (row,) = observer.rows.values()
+    assert (row.operator, row.calls, row.reason) == (overrides.NAME, 2, None)
     torch.compiler.reset()
     torch.compile(pytorchs_call, backend="eager", fullgraph=True)(Q, SLOPES)
-    assert len(seen) == 2
+    assert row.calls == 2
