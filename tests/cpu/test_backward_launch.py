@@ -528,13 +528,24 @@ def test_the_second_call_reuses_the_plan(torch_kernels):
 
 
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):
+    """So may the gradient of LSE."""
     call, (grad, _, out, lse) = prepared(replace(SMALL, layout="padded"))
-    first = gradients(call, (grad, None, out, lse), NEEDED)
+    grad_lse = torch.randn(lse.shape)
+    first = gradients(call, (grad, grad_lse, out, lse), NEEDED)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
-    for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
-        again = gradients(one, (grad, None, result, lse), NEEDED)
+    rows_first = [x.mT.contiguous().mT for x in (grad_lse, lse)]
+    apart = [torch.stack((x, x), -1)[..., 0] for x in (grad_lse, lse)]
+    for one, result, (change, own) in (
+        *((call._replace(k=call.k.contiguous()), out, (grad_lse, lse)), (call, views, (grad_lse, lse))),
+        *((call, out, rows_first), (call, out, apart)),
+    ):
+        again = gradients(one, (grad, change, result, own), NEEDED)
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
-    assert len(plans._plans) == 3
+        read = next(
+            given for traits, _, given in torch_kernels.launched[-3:] if traits.op.endswith("process")
+        )
+        assert read.mLSE.is_contiguous() and read.mDLSE.stride(-1) == change.stride(-1)
+    assert len(plans._plans) == 5
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Arguments of the public functions on the GPU: lazy and packed tensors, outputs, and memory around tensors."""
+"""Arguments of the public functions on the GPU: packed tensors, outputs, and memory around tensors."""
 
 import math
 
@@ -9,37 +9,14 @@ from cute_attn import (
     attention,
     attention_backward,
     attention_varlen,
-    attention_varlen_backward,
     attention_with_kvcache,
     reference,
 )
-from cute_attn.flash_attn import flash_attn_qkvpacked_func
 from cute_attn.host import fused_qkv
 from cute_attn.host.split_kv import BOX_ROWS
 from cute_attn.reference import kvcache as definition
 from tests.gpu.archs import runnable_archs
 from tests.gpu.compare import assert_equal, int32, randn
-
-# ---- lazy views ----
-
-
-def test_lazy_gradients_and_outputs_are_their_values():
-    tensors = [
-        randn(2, n, h, 64, seed=i).requires_grad_() for i, (n, h) in enumerate(((70, 4), (130, 2), (130, 2)))
-    ]
-    out, lse = attention(*tensors, return_lse=True)
-    grad_out = randn(*out.shape, seed=5)
-    grads = [
-        torch.autograd.grad(out, tensors, grad, retain_graph=True)
-        for grad in (grad_out, torch._neg_view(-grad_out))
-    ]
-    assert_equal(*grads)
-    given = [x.detach() for x in tensors]
-    lazy_grad, lazy_out = (torch._neg_view(-x.detach()) for x in (grad_out, out))
-    assert_equal(attention_backward(lazy_grad, *given, lazy_out, lse.detach()), grads[0])
-    memory = torch.zeros_like(out)
-    assert attention(*given, out=torch._neg_view(memory)).equal(out) and memory.equal(-out)
-
 
 # ---- what is written ----
 
@@ -173,23 +150,6 @@ def test_gradients_of_packed_tensors(kind, kernel):
     assert_equal(found, wanted)
 
 
-def test_the_gradient_of_qkv_is_not_copied(monkeypatch):
-    qkv = torch.randn(2, 130, 3, 4, 64, requires_grad=True, **BF16)
-    grads = []
-    for unbind in (lambda x: x.unbind(-3), fused_qkv.unbind):
-        out = attention(*unbind(qkv), deterministic=True)
-        grads += torch.autograd.grad(out.float().square().sum(), qkv)
-
-    def refuse(*_):
-        raise AssertionError("the parts were copied into another tensor")
-
-    monkeypatch.setattr(torch, "stack", refuse)
-    out = flash_attn_qkvpacked_func(qkv, deterministic=True)
-    grads += torch.autograd.grad(out.float().square().sum(), qkv)
-    for own in grads[1:]:
-        assert own.is_contiguous() and torch.equal(own, grads[0])
-
-
 def test_gradients_go_into_given_tensors():
     q, kv = torch.randn(2, 130, 8, 64, **BF16), torch.randn(2, 90, 2, 2, 64, **BF16)
     bias = torch.randn(2, 8, 130, 90, **BF16)
@@ -205,16 +165,3 @@ def test_gradients_go_into_given_tensors():
     assert [x.data_ptr() for x in found] == [x.data_ptr() for x in into]
     assert_equal(into, expected)
     assert together[..., 512:].isnan().all()
-
-
-def test_packed_sequences_into_given_tensors():
-    qkv = torch.randn(300, 3, 4, 64, **BF16)
-    ends = int32(0, 100, 290)
-    q, k, v = qkv.unbind(-3)
-    out, lse = attention_varlen(q, k, v, ends, ends, 190, 190, return_lse=True)
-    dqkv = torch.full_like(qkv, float("nan"))
-    lengths = (ends, ends, 190, 190)
-    attention_varlen_backward(
-        torch.randn_like(out), q, k, v, out.nan_to_num(), lse.nan_to_num(), *lengths, into=dqkv.unbind(-3)
-    )
-    assert not dqkv.isnan().any() and (dqkv[290:] == 0).all()

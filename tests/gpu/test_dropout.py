@@ -107,27 +107,6 @@ def test_the_kernels_mask_is_pytorchs(mask, shape, dropout_p, arch):
     )
 
 
-@pytest.mark.parametrize("mask", PEERS)
-@pytest.mark.parametrize(
-    ("hides", "options"),
-    [
-        ("causal", {"causal": True}),
-        ("causal_top_left", {"causal": "top_left"}),
-        ("window", {"window": (37, 20)}),
-    ],
-)
-def test_only_what_a_query_sees_has_a_sign(hides, options, mask):
-    shape = (2, 3, 113, 203)
-    state = torch.tensor([3, 2**40 + 1], device="cuda")
-    options = options | {"dropout_p": 0.3, "dropout_mask": mask, "rng_state": state, "return_softmax": True}
-    softmax = attention(*inputs(*shape), **options)[1]
-    where = replace(coords(*shape), top_left=hides.endswith("top_left"))
-    seen = reference.visible(where, hides, 37, 20)
-    keep = reference.DROPOUT_KEEP[mask](where, 0.3, state)
-    assert torch.equal(softmax.signbit(), ~keep & seen)
-    assert not softmax.masked_fill(seen, 0.0).any()
-
-
 # ---- PyTorch's numbers of varlen sequences, and beyond 2^32 ----
 
 

@@ -86,6 +86,9 @@ UNALIGNED = [
     Case("fp32-d5x3", head_dim=5, head_dim_v=3, dtype="fp32", causal=True, **ODD),
     Case("fp32-d59-varlen", head_dim=59, dtype="fp32", lengths_q=(60, 1, 130), lengths_k=(80, 60, 1), batch=3),
     Case("fp32-d515", head_dim=515, head_dim_v=2, dtype="fp32", seqlen_q=70, seqlen_k=100),
+    Case("fp16-d513x4", head_dim=513, head_dim_v=4, dtype="fp16", **ODD),
+    Case("fp32-d301x299-varlen", head_dim=301, head_dim_v=299, dtype="fp32", lengths_q=(70, 0, 33),
+        lengths_k=(90, 41, 69), batch=3),
 ]  # fmt: skip
 
 
@@ -187,7 +190,7 @@ def test_rows_among_infinities(of: Case) -> None:
     [(1, 0, 3), (0, 3, 1), (1, 0, 1)],
     ids=["last-stride", "odd-rows", "odd-address"],
 )
-@pytest.mark.parametrize("head_dim", [64, 59, 62])
+@pytest.mark.parametrize("head_dim", [64, 59, 62, 320])
 def test_elements_may_lie_anywhere(head_dim: int, shift: int, gap: int, last_stride: int) -> None:
     """Strides and addresses that vector loads cannot read give the same gradients as contiguous tensors."""
     problem = Case("strided", head_dim=head_dim, causal=True, nheads_kv=4, **ODD).build("cuda")
