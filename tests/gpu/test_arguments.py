@@ -150,18 +150,19 @@ def test_gradients_of_packed_tensors(kind, kernel):
     assert_equal(found, wanted)
 
 
-def test_gradients_go_into_given_tensors():
-    q, kv = torch.randn(2, 130, 8, 64, **BF16), torch.randn(2, 90, 2, 2, 64, **BF16)
+@pytest.mark.parametrize("dim", [64, 59])
+def test_gradients_go_into_given_tensors(dim):
+    q, kv = torch.randn(2, 130, 8, dim, **BF16), torch.randn(2, 90, 2, 2, dim, **BF16)
     bias = torch.randn(2, 8, 130, 90, **BF16)
     wanted = ("q", "k", "v", "bias")
     given = outputs(q, *kv.unbind(-3), bias=bias)
     options = {"bias": bias, "wanted": wanted, "deterministic": True}
     expected = attention_backward(*given, **options)
-    together = torch.full((2, 130, 8 * 64 + 8), float("nan"), **BF16)
-    dq = together[..., :512].unflatten(-1, (8, 64))
+    together = torch.full((2, 130, 8 * dim + 8), float("nan"), **BF16)
+    dq = together[..., : 8 * dim].unflatten(-1, (8, dim))
     dkv, dbias = torch.full_like(kv, float("nan")), torch.full_like(bias, float("nan"))
     into = (dq, *dkv.unbind(-3), dbias)
     found = attention_backward(*given, **options, into=into)
     assert [x.data_ptr() for x in found] == [x.data_ptr() for x in into]
     assert_equal(into, expected)
-    assert together[..., 512:].isnan().all()
+    assert together[..., 8 * dim :].isnan().all()

@@ -1,4 +1,4 @@
-"""merge_attention, append_kv and attention_with_kvcache on the GPU, against the definition."""
+"""merge_attention and attention_with_kvcache, which appends rows, on the GPU, against the definition."""
 
 import copy
 import dataclasses
@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from cute_attn import compiler
-from cute_attn.api.append import append_kv
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.api.merge import merge_attention
-from cute_attn.host import append
 from cute_attn.host.split_kv import BOX_ROWS
-from cute_attn.reference.kvcache import merge, query_positions, rotate
+from cute_attn.reference.kvcache import merge
 from cute_attn.tiles.inference import CombineTile
 from cute_attn.traits import Traits
 from tests.gpu.archs import runnable_archs
 from tests.gpu.compare import assert_equal, captured
 from tests.kvcache_problem import CASES, Case, Problem
 
-ARCHS = runnable_archs("append")
+ARCHS = runnable_archs("combine")
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -88,72 +86,11 @@ def test_merge_attention(queries):
         assert merge_attention(outs, lses)[0].equal(found[0])
 
 
-# ---- append ----
-
-
-def launched(problem: Problem, arch: str, q: torch.Tensor | None) -> torch.Tensor | None:
-    """Append by the kernel of ``arch``, and the rotated copy of q."""
-    params = problem.append()._replace(cu_seqlens_q=problem.cu_q, mask=problem.case.mask)
-    rotated = None if q is None else torch.full_like(q, math.nan)
-    arguments, rows = append.kernel_arguments(params, q, rotated)
-    assert rows
-    target = compiler.default_target("sm80")
-    function, *ordered = compiler.compile(append.traits_of(params, arch, q), None, target).bind(**arguments)
-    function(*ordered)
-    return rotated
+# ---- attention, and what it appends ----
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.cpu().contiguous().view(torch.int16)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.new or case.rotary])
-def test_append_is_the_definition_bit_for_bit(name, dtype, arch):
-    check_append(dataclasses.replace(CASES[name], dims=(64, 40), heads=(6, 2)), dtype, arch)
-
-
-def check_append(case: Case, dtype: torch.dtype, arch: str) -> None:
-    problem, expected = Problem(case, dtype=dtype).to("cuda"), Problem(case, dtype=dtype)
-    expected.run()
-    rotated = launched(problem, arch, problem.q if case.rotary and problem.q.numel() else None)
-    assert bits(problem.k).equal(bits(expected.k)) and bits(problem.v).equal(bits(expected.v))
-    if rotated is not None:
-        start = expected.int32(case.lengths) if expected.rotary.seqlens is None else expected.rotary.seqlens
-        positions = query_positions(start, expected.cu_q, expected.q.shape[:-2], bool(case.mask))
-        whole = rotate(expected.q.flatten(0, -3), positions, expected.rotary).view(expected.q.shape)
-        assert bits(rotated).equal(bits(whole))
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("dims", [(59, 41), (34, 18), (100, 52), (574, 301)])
-@pytest.mark.parametrize(
-    "name", ["append-beyond-capacity", "page-3", "packed-append", "rotary-halves-causal", "rotary-seqlens"]
-)
-def test_append_of_rows_that_start_anywhere(name, dims, arch):
-    check_append(dataclasses.replace(CASES[name], dims=dims, heads=(6, 2)), torch.bfloat16, arch)
-
-
-@pytest.mark.parametrize("page", [0, 16])
-def test_append_beyond_two_to_the_31(page):
-    """Entries, or pages, are more than 2**31 elements apart."""
-    rows, step = 16, 2**31 + 1024
-    storage = torch.zeros(step + rows * 64, dtype=torch.float16, device="cuda")
-    k_cache = storage.as_strided((2, rows, 1, 64), (step, 64, 64, 1))
-    v_cache = torch.zeros_like(k_cache, memory_format=torch.contiguous_format)
-    k, v = (torch.randn(2, 3, 1, 64, device="cuda").half() for _ in range(2))
-    lengths = torch.tensor([13, 5], dtype=torch.int32, device="cuda")
-    table = torch.tensor([[1], [0]], dtype=torch.int32, device="cuda") if page else None
-    append_kv(k_cache, v_cache, k, v, lengths, page_table=table)
-    for b, start in enumerate((13, 5)):
-        entry = 1 - b if page else b
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            assert cache[entry, start : start + 3].equal(new[b])
-    assert storage.count_nonzero() <= 2 * 3 * 64
-
-
-# ---- attention ----
 
 
 def cases_of_archs() -> list[tuple[str, str]]:
