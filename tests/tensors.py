@@ -18,6 +18,14 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+def tensors_in(x):
+    """All tensors of nested tuples, lists and dicts, such as a launch's arguments."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, tuple | list) else ()
+    return [one for y in values for one in tensors_in(y)]
+
+
 def dynamic(x):
     """A DSL argument of any size whose last dimension is contiguous; None stays."""
     return None if x is None else from_dlpack(x).mark_layout_dynamic(leading_dim=x.ndim - 1)

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from cute_attn import attention, flash_attn, flex, transformers
 from cute_attn.host import block_masks, plans, record
 from tests import machine
-from tests.tensors import int32
+from tests.tensors import int32, tensors_in
 
 KEY = ("some", 0.5, None)
 NUMBERS = [float(n) for n in range(12)]
@@ -322,12 +322,7 @@ def test_a_record_finds_the_views_of_other_tables(monkeypatch, recordings):
     read = []
 
     def launched(kernel, target):
-        return lambda given: read.append([x.clone() for x in _tensors(vars(given)) if x.shape == (4, 29)])
-
-    def _tensors(x):
-        if isinstance(x, dict | tuple | list):
-            return [one for y in (x.values() if isinstance(x, dict) else x) for one in _tensors(y)]
-        return [x] if isinstance(x, torch.Tensor) else []
+        return lambda given: read.append([x.clone() for x in tensors_in(vars(given)) if x.shape == (4, 29)])
 
     def biased(table):
         return lambda score, b, h, q_idx, kv_idx: score + table[h, 1:][kv_idx % 29]

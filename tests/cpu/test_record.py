@@ -125,35 +125,6 @@ def test_views_of_an_input_follow_it():
     assert steps_of(later_rows, lambda x, y: (x[1:],)) == 1
 
 
-def test_padded_copies_are_part_of_a_record():
-    """One input is copied twice, another is not copied. The copied one may start at any address."""
-    pad, unpad = (
-        copying(Traits(op, "sm80", "fp32", 5, 8, varlen=True)) for op in ("forward_pad", "backward_unpad")
-    )
-
-    @kernel
-    def add(x, y, out):
-        out.copy_(x + y)
-
-    def padded(x, y):
-        out = record.empty(x, (4, 1, 5), (5, 5, 1), x.dtype)
-        wide = record.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
-        _, second, third = padding.pad(pad, (x, x, y), (True, True, False))
-        assert third is y
-        record.launch(add, second, y, wide)
-        padding.unpad(unpad, (wide, None, None), (out, None, None))
-        return (out,)
-
-    calls = Calls(padded)
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        y, storage = torch.randn(4, 1, 8, generator=generator), torch.randn(40, generator=generator)
-        x = storage[1 + seed : 21 + seed].view(4, 1, 5)
-        (found,) = calls(x, y)
-        assert torch.equal(found, x + y[..., :5])
-    assert calls.in_steps == 1
-
-
 @pytest.mark.parametrize("recorded", [0, 1], ids=["aligned", "unaligned"])
 def test_only_tensors_that_kernels_read_in_place_have_to_be_aligned(recorded):
     """A tensor that padding copies may start at any address, and so may lengths, whatever the recorded call had."""
@@ -348,20 +319,6 @@ def test_a_record_includes_writes_by_torch():
         return out, 7
 
     assert steps_of(run, lambda x, y: ((2 * x + 3 * y.t() + 1).t(), 7)) == 1
-
-
-def test_what_a_call_draws_is_drawn_again():
-    states = iter([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])])
-
-    def run(x, y):
-        factor = record.drawn(lambda: next(states))
-        out = record.empty(x, (4, 5), (5, 1), x.dtype)
-        record.launch(scale_and_add, x, (factor.expand(4, 5), 1.0), out, (0.0,))
-        return (out,)
-
-    calls = Calls(run)
-    assert [calls(*inputs(0))[0][0, 0].item() for _ in range(3)] == [1.0, 2.0, 3.0]
-    assert calls.in_steps == 1
 
 
 def test_what_is_written_of_the_given_tensors():
