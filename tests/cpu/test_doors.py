@@ -189,6 +189,10 @@ def doors_slope(score, b, h, q_idx, kv_idx, slopes, factor):
     return score - slopes[h] * factor * (q_idx - kv_idx).abs()
 
 
+def biased(table):
+    return lambda score, b, h, q_idx, kv_idx: score + table[h, 1:][kv_idx % 29]
+
+
 NEAR = create_block_mask(lambda b, h, i, j: (i - j).abs() < 70, None, None, 130, 140, device="cpu")
 REPEATED = {
     "window": lambda: attention(*rows(), causal=True, window=(30, 0), return_max_scores=True),
@@ -199,6 +203,7 @@ REPEATED = {
     "dropout, drawn": lambda: attention(*rows(), dropout_p=0.3),
     "BlockMask": lambda: attention(*rows(), block_mask=NEAR),
     "mask_mod": lambda: attention(*rows(), mask_mod=lambda b, h, i, j: (i + j) % 3 > 0),
+    "views of a table": lambda: attention(*rows(), score_mod=biased(torch.randn(4, 30))),
     "a registered function": lambda: attention(*rows(), epilogues={"doors_slope": (torch.randn(4), 0.5)}),
     "gradients, sm80": gradients_of(kernel="sm80"),
     "gradients of divided heads": gradients_of((1, 300, 16, 128), (1, 300, 1, 128)),

@@ -480,7 +480,6 @@ told({3: BIAS.float()}, bias=BIAS) -> ValueError: the tangent of bias is (1, 2, 
 told({5: SINKS}, epilogues=("unmoved:t",), epilogue_tensors=(SINKS,))
     -> NotImplementedError: a tensor of epilogue 'unmoved' has a tangent
 told({0: HALF}, tile="tile_n=16") -> NotImplementedError: kernel or tile is given
-told({0: HALF.float()}) -> ValueError: the tangent of q is (1, 4, 2, 16), torch.float32
 told({1: HALF[:, :2]}) -> ValueError: the tangent of k is (1, 2, 2, 16)
 told({}, **dict.fromkeys("qkv", HALF.float())) -> NotImplementedError: q is fp32 in
 """

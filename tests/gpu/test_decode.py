@@ -7,35 +7,22 @@ import math
 import pytest
 import torch
 
-from cute_attn import compiler
 from cute_attn.api.kvcache import attention_with_kvcache
 from cute_attn.api.merge import merge_attention
 from cute_attn.host.split_kv import BOX_ROWS
 from cute_attn.reference.kvcache import merge
-from cute_attn.tiles.inference import CombineTile
-from cute_attn.traits import Traits
+from tests import tensors
 from tests.gpu.archs import runnable_archs
 from tests.gpu.compare import assert_equal, captured
 from tests.kvcache_problem import CASES, Case, Problem
 
-ARCHS = runnable_archs("combine")
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
 # ---- merge ----
 
 
-def partial_results(partials, batch, queries, heads, dim, empty=0.3):
-    """Random ones; where an LSE is -inf or +inf, out is NaN."""
-    generator = torch.Generator("cuda").manual_seed(partials)
-    outs = torch.randn(partials, batch, queries, heads, dim, generator=generator, device="cuda")
-    lses = 4 * torch.randn(partials, batch, heads, queries, generator=generator, device="cuda")
-    absent = torch.rand(lses.shape, generator=generator, device="cuda")
-    lses[absent < empty] = -math.inf
-    lses[absent < empty / 4] = math.inf
-    lses[:, 0, 0, 0] = -math.inf
-    outs[lses.isinf().transpose(-1, -2)] = math.nan
-    return outs, lses
+def partial_results(partials, *sizes):
+    outs, lses = tensors.partial_results(partials, *sizes, seed=partials)
+    lses[:, 0, 0, 0], outs[:, 0, 0, 0] = -math.inf, math.nan  # a row without keys
+    return outs.cuda(), lses.cuda()
 
 
 def check_merged(found, outs, lses):
@@ -46,25 +33,13 @@ def check_merged(found, outs, lses):
     torch.testing.assert_close(out.double(), exact, rtol=max(eps, 1e-5), atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("partials", [1, 2, 3, 5, 17, 32, 55, 97, 133, 512])
-def test_merge(partials, arch):
-    """Every tile and dtype, several head dims, and numbers of rows that are no multiple of a CTA's."""
-    target = compiler.default_target("sm80")
-    for dim, dtype in ((8, torch.float32), (40, torch.float16), (64, torch.bfloat16), (256, torch.bfloat16)):
-        outs, lses = partial_results(partials, 2, 7, 3, dim)
-        for tile in (CombineTile.of(1), CombineTile.of(512), CombineTile(2, 3, 2)):
-            out = torch.full(outs.shape[1:], math.nan, dtype=dtype, device="cuda")
-            lse = torch.full(lses.shape[1:], math.nan, device="cuda")
-            kernel = compiler.compile(Traits("combine", arch, NAMES[dtype], dim), tile, target)
-            kernel.function(outs, lses, out, lse, None)
-            check_merged((out, lse), outs, lses)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [1, 13, 59, 102, 100, 511])
-def test_merge_attention_of_any_head_dim(dim, dtype):
-    outs, lses = partial_results(6, 2, 33, 5, dim)
+@pytest.mark.parametrize(
+    ("partials", "dim"),
+    [*((6, n) for n in (1, 13, 59, 102, 100, 511)), *((n, 256) for n in (1, 2, 17, 97, 512))],
+)
+def test_merge_attention_of_any_size(partials, dim, dtype):
+    outs, lses = partial_results(partials, 2, 33, 5, dim)
     found = merge_attention(outs, lses, dtype=dtype)
     check_merged(found, outs, lses)
     for _ in range(3):  # from its record
