@@ -247,30 +247,8 @@ def records():
     return [one for one in known._records.values() if isinstance(one, Record)]
 
 
-def in_turn(name, *arguments):
-    """Outputs of an operator's forward, and gradients of its backward."""
-    outputs = serve(ALL[name], *arguments)
-    return [*outputs[:2], *serve(ALL[backward_of(name)], *saved_of(name, arguments, outputs))[:3]]
-
-
 def inputs_of(seed):
     return [randn(2, h, n, 16, seed=seed + i) for i, (h, n) in enumerate(((4, 9), (2, 11), (2, 11)))]
-
-
-@pytest.mark.parametrize("name", [FLASH, EFFICIENT])
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
-    launchers = Launchers(monkeypatch, prepared)
-    found, wanted = [], []
-    for seed in (0, 10, 20):
-        bias = [] if name == FLASH else [randn(1, 4, 9, 11, seed=seed).expand(2, 4, 9, 11), True]
-        arguments = (*inputs_of(seed), *bias)
-        found.append(in_turn(name, *arguments))
-        with by_reference():
-            wanted.append(in_turn(name, *arguments))
-    for ours, theirs in zip(found, wanted, strict=True):
-        same(ours, theirs)
-    assert len(records()) == 2 * prepared and launchers.launches == 3
 
 
 @pytest.mark.parametrize("heads, heads_kv, rows", [(4, 2, 1), (1, 1, 9), (4, 1, 9)])
