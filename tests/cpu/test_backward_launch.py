@@ -521,7 +521,7 @@ def test_the_second_call_reuses_the_plan(torch_kernels):
         assert len(torch_kernels.built) == 3 and len(torch_kernels.launched) == 3 * n
     gradients(call, (outer[0], torch.zeros_like(outer[3]), *outer[2:]), NEEDED)
     assert len(torch_kernels.built) == 6
-    with torch_deterministic():
+    with machine.deterministic():
         gradients(call, outer, NEEDED)
     assert len(torch_kernels.built) == 9
     assert any(getattr(built[1], "dq_in_order", False) for built in torch_kernels.built[6:])
@@ -546,15 +546,6 @@ def test_saved_tensors_may_return_with_other_strides(torch_kernels):
         )
         assert read.mLSE.is_contiguous() and read.mDLSE.stride(-1) == change.stride(-1)
     assert len(plans._plans) == 5
-
-
-@contextlib.contextmanager
-def torch_deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_the_callers_kernel_and_tile_are_used(torch_kernels):

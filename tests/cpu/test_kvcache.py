@@ -22,7 +22,7 @@ from cute_attn.host.memory import is_lazy
 from tests import emulated_kvcache, machine, refusals
 from tests.cpu.test_examples import load
 from tests.kvcache_problem import CASES, UNALIGNED, Case, Problem, block_mask_of, shown_by
-from tests.tensors import int32
+from tests.tensors import LAZY, int32
 
 
 def run(problem: Problem, **options):
@@ -312,12 +312,6 @@ def test_rows_of_no_sequence_launch_nothing(cuda_on_cpu, monkeypatch):
     monkeypatch.setattr(compiler, "compile", None)
     k_cache, k, none = torch.zeros(0, 4, 1, 8).half(), torch.zeros(3, 1, 8).half(), int32()
     append.append_cuda(k_cache, k_cache, k, k, none, None, None, int32(0), *[None] * 3, True)
-
-
-LAZY = {
-    "negated": lambda x: torch._neg_view(x),
-    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
-}
 
 
 @pytest.mark.parametrize("name", LAZY)

@@ -10,7 +10,6 @@ import warnings
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, attention_with_kvcache, reference
 from cute_attn.api import kvcache, operators
@@ -24,8 +23,9 @@ from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import PADDED_TENSORS
 from tests import machine, processes, refusals
+from tests.cpu.test_second import Dispatched
 from tests.padded_rows import copy_rows
-from tests.tensors import randn, tensors_in
+from tests.tensors import LAZY, randn, tensors_in
 
 BF16 = torch.bfloat16
 
@@ -424,12 +424,6 @@ class Writes(list):
         given.mO.copy_(torch.arange(given.mO.numel()).view(given.mO.shape))
 
 
-LAZY = {
-    "negated": lambda x: torch._neg_view(x),
-    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
-}
-
-
 def all_tensors():
     """Every tensor argument of attention except lengths, and a user's epilogue with one tensor."""
     scores = {"bias": randn(1, 4, 1, 11), "alibi_slopes": randn(4), "sinks": randn(4)}
@@ -687,16 +681,6 @@ def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
     assert len(recorder.built) == 2, "a class that was registered again is another kernel"
 
 
-class Watch(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_subclasses_and_dispatch_modes_go_through_the_dispatcher(recorder):
     class Sub(torch.Tensor):
         pass
@@ -704,10 +688,10 @@ def test_subclasses_and_dispatch_modes_go_through_the_dispatcher(recorder):
     q, k, v = inputs()
     assert no_dispatch_mode() and memory.all_plain(call(q, k, v)[:NUM_TENSORS])
     assert not memory.all_plain((q.as_subclass(Sub),))
-    with Watch() as watch:
+    with Dispatched() as watch:
         assert not no_dispatch_mode()
         attention(q, k, v)
-    assert torch.ops.cute_attn.forward.default in watch.seen
+    assert torch.ops.cute_attn.forward.default in watch.called
     with torch.profiler.profile() as profile:
         attention(q, k, v)
     assert any(event.key == "cute_attn::forward" for event in profile.key_averages())

@@ -31,6 +31,8 @@ def test_names_are_listed_and_loaded_on_first_use():
     text = in_a_new_process(
         "import sys, cute_attn\n"
         "print(*({'torch', 'cutlass', 'rich', 'matplotlib'} & set(sys.modules)))\n"
+        "cute_attn.sdpa.served, cute_attn.flash_attn.flash_attn_func, cute_attn.transformers.register\n"
+        "assert not {'transformers', 'cutlass'} & set(sys.modules)\n"
         "print(cute_attn.lab.verdict.__name__, cute_attn.lab.statistics.__name__, 'race' in dir(cute_attn.lab))\n"
     )
     assert text == "\ncute_attn.lab.verdict cute_attn.lab.statistics True\n"

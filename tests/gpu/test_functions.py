@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from cute_attn import attention, attention_varlen, flex
 from cute_attn.host.block_masks import _made_of
 from cute_attn.reference.check_epilogue import for_each
+from tests import machine
 from tests.gpu.archs import runnable_archs
 from tests.gpu.compare import captured, int32, randn
 
@@ -343,8 +344,7 @@ def test_gradients_that_repeat_in_other_calls(arch: str) -> None:
         "listed": lambda: call(function, own, block_mask=mask),
         "positions": lambda: call(of_table, table.requires_grad_()),
     }
-    torch.use_deterministic_algorithms(True)
-    try:
+    with machine.deterministic():
         first = {name: one() for name, one in calls.items()}
         for name, one in calls.items():
             for _ in range(10):
@@ -353,8 +353,6 @@ def test_gradients_that_repeat_in_other_calls(arch: str) -> None:
         for _ in range(3):
             graph.replay()
             assert torch.equal(found[1], first["dense"][1])
-    finally:
-        torch.use_deterministic_algorithms(False)
     for name, (out, gradient) in first.items():
         given = (of_table, table) if name == "positions" else (function, own)
         check_captured(gradient, leaves, out, grad, *given, None)
