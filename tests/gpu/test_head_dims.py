@@ -81,17 +81,12 @@ ODD = [
     Case("fp32-d59", seqlen_q=203, seqlen_k=333, head_dim=59, causal=True, dtype="fp32"),
     Case("fp32-d3", seqlen_q=100, seqlen_k=200, head_dim=3, dtype="fp32"),
     Case("fp32-d300x36", seqlen_q=256, seqlen_k=128, head_dim=300, head_dim_v=36, dtype="fp32"),
+    Case("fp32-d515x2", seqlen_q=70, seqlen_k=100, head_dim=515, head_dim_v=2, dtype="fp32"),
     Case("d300-causal", seqlen_q=130, seqlen_k=200, head_dim=300, causal=True),
     Case("fp16-d513x4", seqlen_q=130, seqlen_k=200, head_dim=513, head_dim_v=4, dtype="fp16"),
-    Case(
-        "fp32-d301x299",
-        lengths_q=(70, 0, 33),
-        lengths_k=(90, 41, 69),
-        head_dim=301,
-        head_dim_v=299,
-        dtype="fp32",
-    ),
-]
+    Case("fp32-d301x299", lengths_q=(70, 0, 33), lengths_k=(90, 41, 69), head_dim=301, head_dim_v=299, dtype="fp32"),
+]  # fmt: skip
+"""Also the backward's cases."""
 
 
 @pytest.mark.parametrize("case", ODD, ids=lambda case: case.name)
