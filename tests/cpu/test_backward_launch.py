@@ -646,10 +646,6 @@ def test_wrong_shapes_are_refused(torch_kernels):
     call, (_, _, out, lse) = prepared(SMALL)
     with pytest.raises(ValueError, match=r"grad_out has shape \(2, 21, 4, 8\); accepted: \(2, 21, 4, 24\)"):
         gradients(call, (out[..., :8], None, out, lse), NEEDED)
-    with pytest.raises(TypeError, match=r"grad_out has dtype torch.float32; accepted: torch.bfloat16"):
-        gradients(call, (out.float(), None, out, lse), NEEDED)
-    with pytest.raises(ValueError, match=r"lse has shape \(2, 4, 20\); accepted: \(2, 4, 21\)"):
-        gradients(call, (out, None, out, lse[..., 1:]), NEEDED)
 
 
 # ---- autograd's node ----
