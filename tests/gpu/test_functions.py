@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
 
@@ -356,30 +355,6 @@ def test_gradients_that_repeat_in_other_calls(arch: str) -> None:
     for name, (out, gradient) in first.items():
         given = (of_table, table) if name == "positions" else (function, own)
         check_captured(gradient, leaves, out, grad, *given, None)
-
-
-@pytest.mark.parametrize("name", ["relative", "row", "column", "power", "cap"])
-def test_a_learned_function_in_a_whole_graph(name: str) -> None:
-    """Captured tensors are inputs of the graph and have gradients; other values do not recompile it."""
-    torch.compiler.reset()
-    counter = CompileCounterWithBackend("inductor")
-    leaves, own = inputs(), learned(name, "cuda")
-    grad = randn(2, SEQLEN, NHEADS, 64, seed=3)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Any:
-        return attention(q, k, v, score_mod=LEARNED[name][1](table), mask_mod=causal)
-
-    compiled = torch.compile(call, backend=counter, fullgraph=True)
-    for factor in (1.0, 0.5):
-        table = (own.detach() * factor).requires_grad_()
-        out = compiled(*leaves, table)
-        found = torch.autograd.grad(out, (*leaves, table), grad)
-        check_captured(found[-1], leaves, out, grad, LEARNED[name][1], table, causal)
-        expected = call(*leaves, table)
-        torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
-        for ours, theirs in zip(found[:-1], torch.autograd.grad(expected, leaves, grad), strict=True):
-            torch.testing.assert_close(ours.float(), theirs.float(), atol=5e-2, rtol=2e-2)
-    assert counter.frame_count == 1
 
 
 @pytest.mark.once  # a checkpoint counts the tensors that a call saves
