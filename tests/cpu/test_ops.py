@@ -488,6 +488,14 @@ def test_the_softmax_follows_the_forward(recorder, monkeypatch, scale):
     assert torch.equal(softmax.signbit(), expected.signbit()) and softmax.signbit().any()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_the_softmax_has_the_calls_precision(recorder, monkeypatch, precision):
+    seen = []
+    monkeypatch.setattr(reference, "softmax", lambda *given: seen.append(given[-1]))
+    attention(*inputs(), precision=precision, return_softmax=True)
+    assert seen == [precision.replace("fp32", "")]
+
+
 def test_a_captured_softmax_with_lengths_launches_nothing(recorder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     used = torch.tensor([3, 11], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Arguments of the public functions on the GPU: packed tensors, outputs, and memory around tensors."""
+"""Arguments of the public functions on the GPU: outputs, gradients, and memory around tensors."""
 
 import math
 
@@ -12,7 +12,6 @@ from cute_attn import (
     attention_with_kvcache,
     reference,
 )
-from cute_attn.host import fused_qkv
 from cute_attn.host.split_kv import BOX_ROWS
 from cute_attn.reference import kvcache as definition
 from tests.gpu.archs import runnable_archs
@@ -40,26 +39,6 @@ def test_rows_of_no_sequence_keep_what_out_has():
                     continue  # attention declines it
                 assert call(out) is out and (out[:3] == 7).all() and (out[30:] == 7).all()
                 assert out[3:30].equal(expected[3:30])
-
-
-# ---- one meaning for every function, and on every device ----
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "tf32"])
-def test_a_softmax_has_the_calls_precision(precision, allowed, monkeypatch):
-    """The softmax's precision is independent of PyTorch's setting for products."""
-    q, k, v = (8 * randn(1, 300, 2, 64, seed=i, dtype=torch.float32) for i in range(3))
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not allowed)
-    _, expected = attention(q, k, v, precision=precision, return_softmax=True)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
-    _, found = attention(q, k, v, precision=precision, return_softmax=True)
-    assert found.equal(expected)
-    sums = found.double().sum(-1)
-    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=1e-4, atol=1e-4)
-    if precision == "fp32":
-        scores = q.transpose(1, 2).double() @ k.transpose(1, 2).double().mT / 8
-        torch.testing.assert_close(found.double(), scores.softmax(-1), rtol=1e-3, atol=1e-6)
 
 
 # ---- around the cache and the table ----
@@ -124,7 +103,7 @@ def test_nothing_beyond_the_cache_or_the_table_is_touched(arch, page, name, spli
         assert table.cpu().equal(order) and (around[:64] == pages).all() and (around[-64:] == pages).all()
 
 
-# ---- gradients of q, k and v in one tensor, and into given tensors ----
+# ---- gradients into given tensors ----
 
 BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
@@ -132,22 +111,6 @@ BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 def outputs(q, k, v, **options):
     out, lse = attention(q, k, v, return_lse=True, **options)
     return randn(*out.shape, seed=1), q, k, v, out, lse
-
-
-@pytest.mark.parametrize(("kind", "kernel"), [("qkv", None), ("qkv", "sm80"), ("kv", None)])
-def test_gradients_of_packed_tensors(kind, kernel):
-    """Gradients of q, k and v are views of one tensor too."""
-    if kind == "qkv":
-        tensors = torch.randn(2, 130, 3, 4, 64, **BF16).unbind(-3)
-    else:
-        tensors = torch.randn(2, 130, 8, 64, **BF16), *torch.randn(2, 90, 2, 4, 64, **BF16).unbind(-3)
-    causal = kind == "qkv"
-    found, wanted = (
-        attention_backward(*outputs(*given, causal=causal), causal=causal, kernel=kernel, deterministic=True)
-        for given in (tensors, [x.contiguous() for x in tensors])
-    )
-    assert kind == "kv" or fused_qkv.are_adjacent(found)
-    assert_equal(found, wanted)
 
 
 @pytest.mark.parametrize("dim", [64, 59])

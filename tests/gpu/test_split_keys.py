@@ -304,10 +304,12 @@ def test_beyond_two_to_the_31(page, arch):
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 16])
 def test_a_graph_replays_with_other_lengths_and_tables(page, split, arch):
+    """Rows are appended, too."""
     call = Call((1000,) * 6, (2,) * 6)
     (k, v), table = call.paged(16) if page else ((call.k, call.v), None)
-    lengths = int32(*(0,) * 6)
+    lengths, new = int32(*(0,) * 6), [randn(6, 2, 2, 128, seed=3 + i) for i in range(2)]
     options = {"cache_seqlens": lengths, "page_table": table, "causal": True, "kernel": arch, **split}
+    options |= {"k": new[0], "v": new[1]}
 
     def run():
         return attention_with_kvcache(call.q, k, v, return_lse=True, **options)
