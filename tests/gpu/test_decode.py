@@ -322,19 +322,3 @@ def test_fp32_follows_pytorchs_precision(monkeypatch):
             out, _ = call(problem)
             error = (out.cpu() - exact).abs().max().item()
             assert (1e-5 < error < 5e-3) if allowed else error < 1e-5
-
-
-@pytest.mark.parametrize("dim", [13, 59, 100])
-def test_keys_and_values_side_by_side(dim):
-    """Views of one tensor, so that values start between multiples of 16 bytes, and calls at several addresses."""
-    sizes = {"new": (2, 2), "queries": (2, 2), "capacity": 512, "heads": (4, 2), "dims": (dim, dim)}
-    expected = Problem(Case((400, 37), **sizes, mask="causal"), dtype=torch.float16)
-    whole = copy.deepcopy(expected).run()
-    for shift in (0, 1, 2, 4, 0) if dim % 2 else (0, 4, 8, 4, 0):
-        problem = copy.deepcopy(expected).to("cuda")
-        both = problem.k.new_full((2 * problem.k.numel() + shift,), math.nan)
-        both = both[shift:].view(*problem.k.shape[:3], 2 * dim)
-        problem.k, problem.v = both.split(dim, -1)
-        for _ in range(3):
-            problem.k.copy_(expected.k), problem.v.copy_(expected.v)
-            assert_near(call(problem), whole)
