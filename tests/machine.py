@@ -163,6 +163,16 @@ def gpu(
 
 
 @contextlib.contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """torch's deterministic algorithms, if they are wanted."""
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
 def launches() -> Iterator[tuple[pytest.MonkeyPatch, dict[str, tuple[Any, str]]]]:
     """:func:`gpu`, by a patch for more; and (kernel, target), by a name of both, of all that calls launch there."""
     found: dict[str, tuple[Any, str]] = {}

@@ -1,6 +1,7 @@
 """Tensors of tests: random ones that a seed determines, lengths, and arguments of device code that runs on the host."""
 
 import functools
+import math
 import mmap
 
 import torch
@@ -14,8 +15,35 @@ def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def partial_results(partials, batch, queries, heads, dim, empty=0.3, seed=0):
+    """Random ones to merge; where an LSE is -inf or +inf, out is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn(partials, batch, queries, heads, dim, generator=generator)
+    lses = 4 * torch.randn(partials, batch, heads, queries, generator=generator)
+    absent = torch.rand(lses.shape, generator=generator)
+    lses[absent < empty] = -math.inf
+    lses[absent < empty / 4] = math.inf
+    outs[lses.isinf().transpose(-1, -2)] = math.nan
+    return outs, lses
+
+
+LAZY = {
+    "negated": lambda x: torch._neg_view(x),
+    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+}
+"""Views that torch computes where they are read, of a tensor."""
+
+
 def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+def tensors_in(x):
+    """All tensors of nested tuples, lists and dicts, such as a launch's arguments."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    values = x.values() if isinstance(x, dict) else x if isinstance(x, tuple | list) else ()
+    return [one for y in values for one in tensors_in(y)]
 
 
 def dynamic(x):

@@ -161,8 +161,6 @@ def test_kernels_build(name):
 @refusals.each("""
 Traits("append", "sm80", "bf16", 64, rotate_q=True)
     -> ValueError: rotate_q is True without rotary; accepted: with rotary interleaved or
-Traits("forward", "sm80", "bf16", 64, paged=True)
-    -> ValueError: paged is True with op 'forward'; accepted: with op 'append'
 """)
 def test_traits_that_say_nothing_are_refused(call, sentence):
     refusals.check(call, sentence, globals())

@@ -521,29 +521,31 @@ def test_the_second_call_reuses_the_plan(torch_kernels):
         assert len(torch_kernels.built) == 3 and len(torch_kernels.launched) == 3 * n
     gradients(call, (outer[0], torch.zeros_like(outer[3]), *outer[2:]), NEEDED)
     assert len(torch_kernels.built) == 6
-    with torch_deterministic():
+    with machine.deterministic():
         gradients(call, outer, NEEDED)
     assert len(torch_kernels.built) == 9
     assert any(getattr(built[1], "dq_in_order", False) for built in torch_kernels.built[6:])
 
 
 def test_saved_tensors_may_return_with_other_strides(torch_kernels):
+    """So may the gradient of LSE."""
     call, (grad, _, out, lse) = prepared(replace(SMALL, layout="padded"))
-    first = gradients(call, (grad, None, out, lse), NEEDED)
+    grad_lse = torch.randn(lse.shape)
+    first = gradients(call, (grad, grad_lse, out, lse), NEEDED)
     views = out.new_empty((*out.shape[:-1], 2 * out.shape[-1]))[..., ::2].copy_(out)
-    for one, result in ((call._replace(k=call.k.contiguous()), out), (call, views)):
-        again = gradients(one, (grad, None, result, lse), NEEDED)
+    rows_first = [x.mT.contiguous().mT for x in (grad_lse, lse)]
+    apart = [torch.stack((x, x), -1)[..., 0] for x in (grad_lse, lse)]
+    for one, result, (change, own) in (
+        *((call._replace(k=call.k.contiguous()), out, (grad_lse, lse)), (call, views, (grad_lse, lse))),
+        *((call, out, rows_first), (call, out, apart)),
+    ):
+        again = gradients(one, (grad, change, result, own), NEEDED)
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
-    assert len(plans._plans) == 3
-
-
-@contextlib.contextmanager
-def torch_deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        read = next(
+            given for traits, _, given in torch_kernels.launched[-3:] if traits.op.endswith("process")
+        )
+        assert read.mLSE.is_contiguous() and read.mDLSE.stride(-1) == change.stride(-1)
+    assert len(plans._plans) == 5
 
 
 def test_the_callers_kernel_and_tile_are_used(torch_kernels):
@@ -644,10 +646,6 @@ def test_wrong_shapes_are_refused(torch_kernels):
     call, (_, _, out, lse) = prepared(SMALL)
     with pytest.raises(ValueError, match=r"grad_out has shape \(2, 21, 4, 8\); accepted: \(2, 21, 4, 24\)"):
         gradients(call, (out[..., :8], None, out, lse), NEEDED)
-    with pytest.raises(TypeError, match=r"grad_out has dtype torch.float32; accepted: torch.bfloat16"):
-        gradients(call, (out.float(), None, out, lse), NEEDED)
-    with pytest.raises(ValueError, match=r"lse has shape \(2, 4, 20\); accepted: \(2, 4, 21\)"):
-        gradients(call, (out, None, out, lse[..., 1:]), NEEDED)
 
 
 # ---- autograd's node ----

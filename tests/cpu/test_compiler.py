@@ -553,11 +553,9 @@ lookup("forward-sm90-bf16-d128", None, "sm100") -> Unsupported: forward-sm90 run
 lookup("forward-sm90-fp32-d64") -> Unsupported: forward-sm90-fp32-d64:
 lookup("forward-sm80-bf16-d64", "tile_n=1024", "sm80")
     -> Unsupported: tile tile_m=128,tile_n=1024,num_stages=2 needs
-lookup("forward-sm90-bf16-d128", None, "sm120") -> Unsupported: forward-sm90 runs on sm90, not on sm120
 compiled._device_target(7, 5) -> ValueError: 7.5; accepted
 compile(3) -> TypeError: traits is 3; {NO_TRAITS}
 lookup(None) -> TypeError: traits is None; {NO_TRAITS}
-verdict([NAME]) -> TypeError: kernel is ['{NAME}']; {NO_TRAITS}
 pictures(3) -> TypeError: kernel is 3; {NO_TRAITS}
 Contender.of(3) -> TypeError: kernel is 3; {NO_TRAITS}
 verdict(torch.ones(9, 9)) -> TypeError: kernel is a Tensor; {NO_TRAITS}
@@ -569,7 +567,6 @@ compiler.prebuild([(NAME, 3)]) -> TypeError: tile is 3; {NO_TILE}
 compiler.prebuild(["nonsense"]) -> ValueError: name is 'nonsense'; accepted
 compiler.prebuild([NAME], 0) -> ValueError: workers is 0; accepted: 1 or more, or None for one a core
 compiler.prebuild([NAME], "2") -> ValueError: workers is '2'; accepted: 1 or more, or None for one a core
-lookup("FORWARD-sm80-bf16-d64") -> ValueError: op is 'FORWARD' (did you mean 'forward'?); accepted: 'forward'
 Traits.parse(5) -> TypeError: name is an int; accepted: text such as 'forward-sm80-bf16-d128-causal'
 lookup("forward-sm100-bf16-d64") -> ValueError: arch is 'sm100', a target (--target); accepted: 'sm80', 'sm90'
 lookup("forward-sm90-bfloat16-d64") -> ValueError: dtype is 'bfloat16' (did you mean 'bf16'?); accepted: 'fp16'

@@ -1,8 +1,11 @@
 """Properties that every door has: by the definition, and with CPU tensors on the code path of a GPU."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
 
 from cute_attn import (
     attention,
@@ -11,19 +14,28 @@ from cute_attn import (
     attention_with_kvcache,
     flash_attn,
     flex,
+    merge_attention,
+    score_mod,
     sdpa,
 )
+from cute_attn.api import append, merge
 from cute_attn.flash_attn import flash_attn_3, rotary
+from cute_attn.host import plans
 from cute_attn.host.activation import Options
+from cute_attn.host.record import Record
 from tests import machine
 from tests.doors import DOORS, EMPTY, OPERATORS, Sizes, given, leaves, results
+from tests.tensors import tensors_in
 
 LEARNING = [name for name, door in DOORS.items() if leaves(door.inputs(Sizes()))]
 DECLINED = "none of them 0"
 
 
 class Launches:
-    """Replaces the kernels; records the name of each launched kernel and the values of its arguments."""
+    """Replaces the kernels; records the name of each launched kernel and the values of its arguments.
+
+    A kernel fills new memory, which is NaN, with a number.
+    """
 
     def __init__(self):
         self.seen = []
@@ -31,6 +43,9 @@ class Launches:
     def kernel(self, kernel, target):
         def run(given):
             self.seen.append((type(kernel).__name__, *map(_digest, vars(given).values())))
+            for x in tensors_in(vars(given)):
+                if x.is_floating_point() and x.isnan().all():
+                    x.data.fill_(len(type(kernel).__name__))
             if kernel.traits.op == "block_visits":
                 for x in (*given.of_queries, *given.of_keys):
                     x.fill_(given.mKinds.sum())
@@ -133,6 +148,106 @@ def test_a_backward_kernel_never_sees_a_change_in_place(launches, name, before):
         assert found in (None, plain), f"{target} changed"
         refused += found is None
     assert refused or "odd" in name
+
+
+# ---- from a record, on other tensors ----
+
+
+def rows(q=(2, 130, 4, 64), k=(2, 140, 2, 64), learns=False):
+    return [torch.randn(shape).bfloat16().requires_grad_(learns) for shape in (q, k, k)]
+
+
+def gradients_of(*shapes, **options):
+    """A call and its gradients; several CTAs add to them in a fixed order."""
+
+    def call():
+        leaves = rows(*shapes, learns=True)
+        out = attention(*leaves, causal=True, deterministic=True, **options)
+        return torch.autograd.grad(out, leaves, torch.randn(out.shape).bfloat16())
+
+    return call
+
+
+def cached(page=0, new=0, rotary=False, dim_v=128, **options):
+    """A call with a cache; fewer columns of values are the first ones of the keys."""
+
+    def call():
+        cache, added = torch.randn(8, page or 500, 2, 128).bfloat16(), torch.randn(2, new, 2, 128).bfloat16()
+        own = {"cache_seqlens": torch.randint(9, 60, (2,)).int(), "return_lse": True} | options
+        own |= {"page_table": torch.randperm(8).int().view(2, 4)} if page else {}
+        own |= {"k": added, "v": added[..., :dim_v]} if new else {}
+        own |= {name: torch.randn(500, 32).bfloat16() for name in ("rotary_cos", "rotary_sin") if rotary}
+        keys = cache if page else cache[:2]
+        values = keys[..., :dim_v] if dim_v < 128 else torch.randn(keys.shape).bfloat16()
+        return attention_with_kvcache(torch.randn(2, new or 1, 8, 128).bfloat16(), keys, values, **own)
+
+    return call
+
+
+@score_mod("doors_slope", example=lambda batch, nheads, *_: (torch.randn(nheads), 0.5))
+def doors_slope(score, b, h, q_idx, kv_idx, slopes, factor):
+    return score - slopes[h] * factor * (q_idx - kv_idx).abs()
+
+
+def biased(table):
+    return lambda score, b, h, q_idx, kv_idx: score + table[h, 1:][kv_idx % 29]
+
+
+NEAR = create_block_mask(lambda b, h, i, j: (i - j).abs() < 70, None, None, 130, 140, device="cpu")
+REPEATED = {
+    "window": lambda: attention(*rows(), causal=True, window=(30, 0), return_max_scores=True),
+    "sm80": lambda: attention(*rows(), kernel="sm80"),
+    "out": lambda: attention(*rows(), out=torch.zeros(2, 130, 4, 64).bfloat16()),
+    "fp32": lambda: attention(*(x.float() for x in rows((2, 1030, 4, 64), (2, 1030, 2, 64))), precision="fp32"),
+    "few queries": lambda: attention(*rows((1, 8, 4, 64), (1, 9000, 2, 64)), return_lse=True),
+    "dropout, drawn": lambda: attention(*rows(), dropout_p=0.3),
+    "BlockMask": lambda: attention(*rows(), block_mask=NEAR),
+    "mask_mod": lambda: attention(*rows(), mask_mod=lambda b, h, i, j: (i + j) % 3 > 0),
+    "views of a table": lambda: attention(*rows(), score_mod=biased(torch.randn(4, 30))),
+    "a registered function": lambda: attention(*rows(), epilogues={"doors_slope": (torch.randn(4), 0.5)}),
+    "gradients, sm80": gradients_of(kernel="sm80"),
+    "gradients of divided heads": gradients_of((1, 300, 16, 128), (1, 300, 1, 128)),
+    "flash_attn window": lambda: flash_attn.flash_attn_func(*rows(), causal=True, window_size=(30, 0)),
+    "flash_attn qkvpacked": lambda: flash_attn.flash_attn_qkvpacked_func(torch.randn(2, 130, 3, 4, 64).bfloat16()),
+    "cache, split": cached(num_splits=3),
+    "cache, pages": cached(64),
+    "cache, rotary": cached(new=2, rotary=True),
+    "cache, latent": cached(new=3, dim_v=64),
+    "merge": lambda: merge_attention(torch.randn(3, 2, 50, 4, 64), torch.randn(3, 2, 4, 50), dtype=torch.bfloat16),
+}  # fmt: skip
+"""Calls of random tensors, in addition to the doors'."""
+UNRECORDED = ("attention negative scale", "flex block_mask")
+"""The latter makes a new mask each time."""
+
+
+@pytest.mark.parametrize("name", [*DOORS, *OPERATORS, *REPEATED])
+def test_a_repeated_call_launches_what_a_first_one_does(launches, name, monkeypatch):
+    """The same kernels, with arguments of this call's values, and results that lie in memory alike."""
+    for operator, launch in (("append_kv", append.append_cuda), ("merge", merge.merge_cuda)):
+        monkeypatch.setattr(torch.ops.cute_attn, operator, SimpleNamespace(default=launch))
+
+    def call(seed):
+        launches.seen.clear()
+        torch.manual_seed(seed)
+        if name in REPEATED:
+            found = results(REPEATED[name]())
+        else:
+            door = (DOORS | OPERATORS)[name]
+            inputs = given(door.inputs(Sizes()), "cpu", torch.bfloat16)
+            found = results(door.call(**inputs))
+            found += gradients(found, inputs) if leaves(inputs) else ()
+        seen = [one for one in launches.seen if one[0] != "ListVisits"]  # into memory of any values
+        return seen, [(x.shape, x.stride(), x.dtype, _digest(x)) for x in found]
+
+    expected = []
+    for seed in range(5):
+        plans.forget()
+        expected.append(call(seed))
+    plans.forget()
+    assert [call(seed) for seed in range(5)] == expected
+    assert len({str(one[0]) for one in expected}) == 5
+    records = [one for one in plans._records.values() if isinstance(one, Record)]
+    assert bool(records or plans._guarded) != (name in UNRECORDED)
 
 
 # ---- nothing to attend ----

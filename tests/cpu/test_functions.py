@@ -524,7 +524,6 @@ def score(function):
 
 REFUSED = """
 score_mod=lambda s, *_: torch.lgamma(s) -> TypeError: score_mod uses lgamma; accepted: + -
-score_mod=lambda s, *_: s.digamma() -> TypeError: score_mod uses digamma; accepted
 score_mod=lambda s, *_: s.cap() -> AttributeError: has no attribute 'cap'; accepted: those of a torch.Tensor
 score_mod=lambda s, *_: s + SLOPES.add_(s) -> TypeError: changes a value in place by add_
 score_mod=lambda s, b, h, q, k: s if q > k else 0.0 -> TypeError: tests a traced value, as if, and, or
@@ -543,10 +542,7 @@ score_mod=lambda s, b, h, *_: s + torch.ones(0)[h] -> ValueError: of shape (0,);
 score_mod=lambda s, b, h, *_: s + 2 ** h -> TypeError: uses __rpow__ with arguments that are not traced
 score_mod=lambda s, *_: s & 1 -> TypeError: uses __and__, which torch refuses: ... (line 1 of <string>)
 score_mod=lambda s, b, h, q, k: ~s -> TypeError: uses __invert__, which torch refuses
-score_mod=lambda s, b, h, q, k: s - (q > k).sub(True) -> TypeError: uses sub, which torch refuses: Subtraction
 score_mod=lambda s, b, h, q, k: s + torch.where(q, s, 0.0) -> TypeError: uses where, which torch refuses: where expected
-score_mod=lambda s, b, h, q, k: s + F.gelu(q - k) -> TypeError: uses gelu, which torch refuses
-score_mod=lambda s, b, h, q, k: s + torch.add(q, k, alpha=0.5) -> TypeError: uses add, which torch refuses: For integral
 score_mod=lambda s, *_: s[None] -> TypeError: returned a value of shape (1,); accepted: one of no dimensions
 score_mod=lambda s, *_: s.expand(3) -> TypeError: makes a tensor of shape (3,) of a traced value by expand
 score_mod=lambda s, b, h, *_: s + F.embedding(h, TABLE, padding_idx=0)[0] -> TypeError: uses embedding with arguments
@@ -555,7 +551,6 @@ score_mod=lambda s, *_: None -> TypeError: score_mod returned None; accepted: tr
 score_mod=lambda s, b, h, q, k: q >= k -> TypeError: score_mod returned a bool; accepted: a score, such as torch.where
 score_mod=1.0 -> TypeError: score_mod is a float; accepted: a function of (score, batch
 mask_mod=lambda b, h, q, k: q - k -> TypeError: mask_mod returned an integer; accepted: a bool
-score_mod=lambda s, *_: s * 2, epilogues="name" -> TypeError: epilogues is 'name'; accepted
 """
 
 

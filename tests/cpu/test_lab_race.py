@@ -51,8 +51,6 @@ ab(NAME, "fa5", card=card()) -> ValueError: the kernel or peer is 'fa5'; accepte
 ab(NAME, "fa4", card=card(options=DECLINING)) -> ValueError: fa4 does not run fwd-...: FA4 has no bias
 parse("", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
 parse("b2-s8192-causal", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
-parse("x3", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
-parse("fwd-bf16-d64-b2-s8192-h16", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
 parse("s12y", TRAITS) -> ValueError: workload has ...; accepted: bBATCH, sSEQLEN[xSEQLEN_K]
 """
 

@@ -349,7 +349,6 @@ told(lambda b, h, q, k: q - k) -> TypeError: mask_mod returned an integer; accep
 told(lambda b, h, q, k: q.sort()) -> TypeError: mask_mod uses sort; accepted
 told(b=0) -> ValueError: b is 0; accepted: 1 to 1073741824
 told(h=True) -> TypeError: h is True; accepted: a Python int
-told(q_len=None) -> TypeError: q_len is None; accepted: a Python int
 told(kv_len=2.0) -> TypeError: kv_len is 2.0; accepted: a Python int
 told(block_size=48) -> ValueError: block_size is 48; accepted: a multiple of 32 up to 512, or two
 told(block_size=(128, 1024)) -> ValueError: block_size is (128, 1024); accepted

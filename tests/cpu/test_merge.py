@@ -17,7 +17,7 @@ from cute_attn.reference import kvcache as kvcache_reference
 from cute_attn.tiles.inference import MAX_PARTIALS, CombineTile, partial_columns
 from cute_attn.traits import Traits
 from tests import refusals
-from tests.tensors import run
+from tests.tensors import partial_results, run
 
 # ---- the kernel's steps ----
 
@@ -97,18 +97,6 @@ def emulate(kernel: Combine, outs: torch.Tensor, lses: torch.Tensor, sinks: torc
     sinks = torch.full((1,), math.nan) if sinks is None else sinks
     run(combine, outs, lses, out, lse, memory, sinks, constants=(kernel,))
     return out, lse
-
-
-def partial_results(partials, batch, queries, heads, dim, empty=0.3, seed=0):
-    """Random ones; where an LSE is -inf or +inf, out is NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    outs = torch.randn(partials, batch, queries, heads, dim, generator=generator)
-    lses = 4 * torch.randn(partials, batch, heads, queries, generator=generator)
-    absent = torch.rand(lses.shape, generator=generator)
-    lses[absent < empty] = -math.inf
-    lses[absent < empty / 4] = math.inf
-    outs[lses.isinf().transpose(-1, -2)] = math.nan
-    return outs, lses
 
 
 T = CombineTile
@@ -275,7 +263,6 @@ merge_attention(OUTS, ()) -> ValueError: lses has 0 partial results; accepted: 1
 merge_attention([1, 2], LSES) -> TypeError: outs[0] is an int; accepted: a torch.Tensor
 merge_attention([OUTS[0].to_sparse()], LSES) -> TypeError: outs[0] is of layout torch.sparse_coo; accepted: a dense
 merge_attention((x for x in OUTS), LSES) -> TypeError: outs is a generator; accepted: a list or a tuple of tensors, or
-merge_attention(3, LSES) -> TypeError: outs is an int; accepted: a list or a tuple of tensors, or one tensor of all
 merge_attention(OUTS, LSES.to("meta")) -> ValueError: lses is on meta; accepted: cpu, where outs is
 on_cuda((513, 1, 1, 1, 8), torch.float16) -> ValueError: outs has 513 partial results; accepted on CUDA: up to 512
 on_cuda((2, 1, 1, 1, 513), torch.float16) -> ValueError: outs has head_dim_v 513; accepted on CUDA: 1 to 512

@@ -10,11 +10,9 @@ import warnings
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import attention, attention_varlen, attention_with_kvcache, reference
 from cute_attn.api import operators
-from cute_attn.api.attention import draw_rng_state
 from cute_attn.compiler import registry
 from cute_attn.epilogues import names
 from cute_attn.epilogues.base import Epilogue
@@ -25,8 +23,9 @@ from cute_attn.host.plans import no_dispatch_mode
 from cute_attn.tiles import ForwardSm90Tile
 from cute_attn.traits import PADDED_TENSORS
 from tests import machine, processes, refusals
+from tests.cpu.test_second import Dispatched
 from tests.padded_rows import copy_rows
-from tests.tensors import randn
+from tests.tensors import LAZY, randn, tensors_in
 
 BF16 = torch.bfloat16
 
@@ -270,14 +269,6 @@ def test_gradients_have_the_strides_of_fake_ones(order):
 CU_2 = torch.arange(3, dtype=torch.int32)
 
 
-def test_kernels_gradients_have_the_strides_of_fake_ones(recorder):
-    """They are contiguous even if q, k and v are views of one tensor."""
-    q, k, v = randn(2, 9, 3, 4, 16, dtype=BF16).unbind(2)
-    given = (q.contiguous(), None, q.contiguous(), randn(2, 4, 9), [True] * 3 + [False] * 2)
-    found = operators._backward_cuda(*given, *call(q, k, v).values(ATTENTION))
-    assert all(x.is_contiguous() for x in found[:3])
-
-
 # ---- kernels' arguments: CPU tensors on the CUDA path, with a kernel that records them ----
 
 
@@ -338,7 +329,7 @@ def test_a_kernel_gets_the_calls_arguments(recorder):
     assert given.mQ is q and given.mK is k and given.mV is v and given.mO is out and given.mLSE is lse
     assert out.shape == (2, 9, 4, 8) and lse.shape == (2, 4, 9) and given.softmax_scale == 0.3
     assert tuple(given.seqlens) == (None, None, None, None, 9, 11, None, None)
-    assert given.schedule == (machine.COUNTERS, 132) and not list(tensors_in(given.score_args))
+    assert given.schedule == (machine.COUNTERS, 132) and not tensors_in(given.score_args)
 
 
 @pytest.mark.parametrize(("scale", "sign"), [(-0.3, -1), (0.0, 0)])
@@ -433,12 +424,6 @@ class Writes(list):
         given.mO.copy_(torch.arange(given.mO.numel()).view(given.mO.shape))
 
 
-LAZY = {
-    "negated": lambda x: torch._neg_view(x),
-    "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
-}
-
-
 def all_tensors():
     """Every tensor argument of attention except lengths, and a user's epilogue with one tensor."""
     scores = {"bias": randn(1, 4, 1, 11), "alibi_slopes": randn(4), "sinks": randn(4)}
@@ -457,19 +442,10 @@ def test_no_kernel_gets_a_lazy_view(scale_keys, recorder, name, which):
     for _ in range(2):
         attention(**given)
     attention(**given | changed)
-    launched = list(tensors_in(vars(recorder.launched[-1]).values()))
+    launched = tensors_in(vars(recorder.launched[-1]))
     assert not any(x.is_neg() or x._is_zerotensor() for x in launched)
     shape = (2, *lazy.shape) if which == "alibi_slopes" else (2, 4, 9, 11) if which == "bias" else lazy.shape
     assert any(x.dtype == lazy.dtype and x.equal(lazy.clone().expand(shape)) for x in launched)
-
-
-def tensors_in(arguments):
-    """Tensors of a launch, also the ones in tuples."""
-    for x in arguments:
-        if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, tuple):
-            yield from tensors_in(x)
 
 
 @pytest.mark.parametrize("name", ["kernel", "reference"])
@@ -512,6 +488,14 @@ def test_the_softmax_follows_the_forward(recorder, monkeypatch, scale):
     assert torch.equal(softmax.signbit(), expected.signbit()) and softmax.signbit().any()
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_the_softmax_has_the_calls_precision(recorder, monkeypatch, precision):
+    seen = []
+    monkeypatch.setattr(reference, "softmax", lambda *given: seen.append(given[-1]))
+    attention(*inputs(), precision=precision, return_softmax=True)
+    assert seen == [precision.replace("fp32", "")]
+
+
 def test_a_captured_softmax_with_lengths_launches_nothing(recorder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     used = torch.tensor([3, 11], dtype=torch.int32)
@@ -521,18 +505,6 @@ def test_a_captured_softmax_with_lengths_launches_nothing(recorder, monkeypatch)
         attention(*kernel_inputs(), seqused_k=used, return_softmax=True)
     assert not recorder.launched
     attention(*kernel_inputs(), return_softmax=True)
-
-
-def test_tensors_of_the_moment_reach_a_planned_kernel(recorder):
-    q, k, v = kernel_inputs()
-    states = [draw_rng_state("cpu") for _ in range(2)]
-    slopes = [randn(2, 4, seed=s) for s in range(2)]
-    for state, slope in zip(states, slopes, strict=True):
-        attention(q, k, v, dropout_p=0.5, rng_state=state, alibi_slopes=slope, softcap=3.0)
-    assert len(recorder.built) == 1
-    for given, state, slope in zip(recorder.launched, states, slopes, strict=True):
-        tensors = list(tensors_in(given.score_args))
-        assert any(x is state for x in tensors) and any(x is slope for x in tensors)
 
 
 def test_a_users_kernel_computes_its_arguments_at_every_call(recorder, monkeypatch):
@@ -717,16 +689,6 @@ def test_a_users_epilogue_for_a_kernel(scale_keys, recorder):
     assert len(recorder.built) == 2, "a class that was registered again is another kernel"
 
 
-class Watch(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_subclasses_and_dispatch_modes_go_through_the_dispatcher(recorder):
     class Sub(torch.Tensor):
         pass
@@ -734,10 +696,10 @@ def test_subclasses_and_dispatch_modes_go_through_the_dispatcher(recorder):
     q, k, v = inputs()
     assert no_dispatch_mode() and memory.all_plain(call(q, k, v)[:NUM_TENSORS])
     assert not memory.all_plain((q.as_subclass(Sub),))
-    with Watch() as watch:
+    with Dispatched() as watch:
         assert not no_dispatch_mode()
         attention(q, k, v)
-    assert torch.ops.cute_attn.forward.default in watch.seen
+    assert torch.ops.cute_attn.forward.default in watch.called
     with torch.profiler.profile() as profile:
         attention(q, k, v)
     assert any(event.key == "cute_attn::forward" for event in profile.key_averages())

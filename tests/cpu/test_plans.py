@@ -317,30 +317,6 @@ def test_a_function_of_one_tensor_is_recorded_once(launches, recordings):
     assert len(recordings) == 1
 
 
-def test_a_record_finds_the_views_of_other_tables(monkeypatch, recordings):
-    """Kernels get the memory of a function's view of a table, wherever that table is in memory."""
-    read = []
-
-    def launched(kernel, target):
-        return lambda given: read.append([x.clone() for x in _tensors(vars(given)) if x.shape == (4, 29)])
-
-    def _tensors(x):
-        if isinstance(x, dict | tuple | list):
-            return [one for y in (x.values() if isinstance(x, dict) else x) for one in _tensors(y)]
-        return [x] if isinstance(x, torch.Tensor) else []
-
-    def biased(table):
-        return lambda score, b, h, q_idx, kv_idx: score + table[h, 1:][kv_idx % 29]
-
-    machine.kernels(monkeypatch, launched, prepared=True)
-    q, tables = randn(2, 128, 4, 64), torch.randn(9, 4, 30)
-    for table in tables:
-        attention(q, q, q, score_mod=biased(table))
-    assert len(recordings) == 1 and len(read) == len(tables)
-    for (found,), table in zip(read, tables, strict=True):
-        assert torch.equal(found, table[:, 1:])
-
-
 def test_a_capture_is_no_record(launches, recordings, monkeypatch):
     q, k, v = (randn(2, 128, 4, 64) for _ in range(3))
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")

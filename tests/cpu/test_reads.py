@@ -218,11 +218,7 @@ lambda s, *_: s * torch.bernoulli(TABLE)[0] -> TypeError: draws random numbers b
 lambda s, *_: torch.nn.functional.dropout(s) -> TypeError: uses dropout
 lambda s, *_: s if s.requires_grad else s * 2 -> TypeError: uses requires_grad
 lambda s, *_: s.grad_fn -> TypeError: uses grad_fn
-lambda s, *_: s if s > 0 else -s -> TypeError: tests a traced value
-lambda s, *_: s * float(s) -> TypeError: makes a Python number of a traced value
-lambda s, b, h, i, j: s * [1, 2][h] -> TypeError: as the index of a list or an array; accepted: an element of a tensor
 lambda s, *_: s.type() and s -> TypeError: uses type with arguments that are not traced
-lambda s, b, h, i, j: s + TABLE.add_(i) -> TypeError: changes a value in place by add_
 lambda s, b, h, i, j: s + i.mul_(0.5) -> TypeError: writes a float in place of an integer by mul_
 lambda s, *_: torch.nn.functional.relu(s.detach(), inplace=True) + s -> TypeError: changes a value in place by relu
 lambda s, *_: s.detach().add_(1) + s -> TypeError: changes a value in place by add_

@@ -89,15 +89,6 @@ def steps_of(run, expected):
     return calls.in_steps
 
 
-def test_a_repeated_call_follows_the_record():
-    calls = Calls()
-    kept = [(calls(*inputs(seed)), *inputs(seed)) for seed in range(4)]
-    assert calls.in_steps == 1
-    for found, x, y in kept:  # later calls write nothing of earlier ones
-        check(found, x, y)
-        assert found[0].stride() == (1, 5) and found[1].is_contiguous()
-
-
 def test_a_repeated_call_launches_on_torchs_stream(monkeypatch):
     """The stream that was set before is set again afterwards."""
     seen, stream = [], partial(tvm_ffi.core._env_get_current_stream, slots.CUDA, 0)
@@ -132,44 +123,6 @@ def test_parts_of_one_allocation_are_results():
     calls = Calls(parts)
     second, _, first = [calls(*inputs(seed)) for seed in range(2)][1]
     assert first.data_ptr() + 80 == second.data_ptr()
-
-
-def test_views_of_an_input_follow_it():
-    def later_rows(x, y):
-        out = record.empty(x, (3, 5), (5, 1), x.dtype)
-        record.launch(scale_and_add, x[1:], (None, 0.0), out, (1.0,))
-        return (out,)
-
-    assert steps_of(later_rows, lambda x, y: (x[1:],)) == 1
-
-
-def test_padded_copies_are_part_of_a_record():
-    """One input is copied twice, another is not copied. The copied one may start at any address."""
-    pad, unpad = (
-        copying(Traits(op, "sm80", "fp32", 5, 8, varlen=True)) for op in ("forward_pad", "backward_unpad")
-    )
-
-    @kernel
-    def add(x, y, out):
-        out.copy_(x + y)
-
-    def padded(x, y):
-        out = record.empty(x, (4, 1, 5), (5, 5, 1), x.dtype)
-        wide = record.empty(x, (4, 1, 8), (8, 8, 1), x.dtype)
-        _, second, third = padding.pad(pad, (x, x, y), (True, True, False))
-        assert third is y
-        record.launch(add, second, y, wide)
-        padding.unpad(unpad, (wide, None, None), (out, None, None))
-        return (out,)
-
-    calls = Calls(padded)
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        y, storage = torch.randn(4, 1, 8, generator=generator), torch.randn(40, generator=generator)
-        x = storage[1 + seed : 21 + seed].view(4, 1, 5)
-        (found,) = calls(x, y)
-        assert torch.equal(found, x + y[..., :5])
-    assert calls.in_steps == 1
 
 
 @pytest.mark.parametrize("recorded", [0, 1], ids=["aligned", "unaligned"])
@@ -351,34 +304,6 @@ def test_concurrent_calls_have_separate_arguments():
     go_on.set()
     thread.join()
     check(results["slow"], *inputs(1))
-    assert calls.in_steps == 1
-
-
-def test_a_record_includes_writes_by_torch():
-    """torch fills, adds up and copies in place, into memory that the call allocated."""
-
-    def run(x, y):
-        whole = record.empty(x, (2, 4, 5), (20, 5, 1), x.dtype)
-        record.step(torch.Tensor.fill_, whole[1], 1.0)
-        record.launch(scale_and_add, x, (y.t(), 3.0), whole[0], (2.0,))
-        out = record.empty(x, (5, 4), (4, 1), x.dtype)
-        record.step(lambda parts, out: torch.sum(parts, 0, out=out.t()), whole, out)
-        return out, 7
-
-    assert steps_of(run, lambda x, y: ((2 * x + 3 * y.t() + 1).t(), 7)) == 1
-
-
-def test_what_a_call_draws_is_drawn_again():
-    states = iter([torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])])
-
-    def run(x, y):
-        factor = record.drawn(lambda: next(states))
-        out = record.empty(x, (4, 5), (5, 1), x.dtype)
-        record.launch(scale_and_add, x, (factor.expand(4, 5), 1.0), out, (0.0,))
-        return (out,)
-
-    calls = Calls(run)
-    assert [calls(*inputs(0))[0][0, 0].item() for _ in range(3)] == [1.0, 2.0, 3.0]
     assert calls.in_steps == 1
 
 

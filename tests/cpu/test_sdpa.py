@@ -172,22 +172,16 @@ def empty(*shape, dtype=BF16, device="cpu"):
 CU = torch.tensor([0, 5, 16], dtype=torch.int32)
 DECLINED = """
 declined("flash", **{name: empty(2, 8, 4, 64, dtype=torch.float64) for name in "qkv"}) -> ValueError: q has dtype
-declined("flash", v=empty(2, 128, 2, 64, dtype=torch.float16)) -> ValueError: v has dtype torch.float16
 declined("flash", **{name: empty(2, 8, 4, 584) for name in "qkv"}) -> ValueError: q has head_dim 584; accepted
 declined("efficient", **{name: empty(2, 8, 4, 20) for name in "qkv"}) -> ValueError: q has head_dim 20; accepted: mult
 declined("flash", v=empty(2, 128, 2, 32)) -> ValueError: v has head_dim 32; accepted by flash attention: 64
-declined("flash", q=empty(2, 128, 3, 64)) -> ValueError: q has 3 heads; accepted: a multiple of k's 2
 declined("flash", **{name: empty(2, 8, 4, 0) for name in "qkv"}) -> ValueError: q and v have head dims 0 and 0; acc
-declined("flash", q=empty(2, 4, 64)) -> ValueError: q has shape (2, 4, 64)
 declined("flash", q=empty(2, 128, 4, 64, device="meta")) -> ValueError: tensors are on cpu, meta; accepted: one
 declined("flash", dropout_p=1.0) -> ValueError: dropout_p is 1.0
 declined("efficient", q=empty(2, 1, 4, 64), bias=empty(2, 4, 1, 128))
     -> ValueError: PyTorch's kernel is faster for one query with a mask: 12.0 ms, here 19.9 ms (gpt-fast
 declined("cudnn", **{name: empty(2, 128, 4, 72) for name in "qkv"})
     -> ValueError: PyTorch's kernel is faster for inference with head dim 72 under cuDNN: 19.3 ms, here 21.1 ms
-declined("flash", scale=math.nan) -> ValueError: softmax_scale is nan
-declined("efficient", bias=empty(2, 4, 128, 1)) -> ValueError: bias has shape
-declined("efficient", bias=empty(1, 1, 128, 128, dtype=torch.float64)) -> ValueError: bias has dtype
 declined("flash", cu_seqlens_q=CU) -> ValueError: one of cum_seq_q and cum_seq_k is missing
 declined("flash", **{name: empty(16, 4, 64) for name in "qkv"} | {"cu_seqlens_q": CU, "cu_seqlens_k": CU.long()})
     -> ValueError: cu_seqlens_k has dtype torch.int64
@@ -610,17 +604,6 @@ def test_an_activation_is_quiet(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_drop_ins_are_imported_on_first_use():
-    script = """if True:
-        import sys, cute_attn
-        assert "torch" not in sys.modules
-        cute_attn.sdpa.served, cute_attn.flash_attn.flash_attn_func, cute_attn.transformers.register
-        assert "transformers" not in sys.modules and "cutlass" not in sys.modules
-    """
-    done = processes.alone("-c", script)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_only_the_named_backends_are_served(on_cpu):
     q = randn(1, 2, 8, 16, dtype=BF16)
     activation = sdpa.Activation(Options(backends=("flash",)), "CPU")
@@ -716,10 +699,8 @@ def test_a_gpu_that_kernels_are_not_built_for(monkeypatch):
 WRONG = """
 sdpa.activate(backends="flash") -> ValueError: backends is 'flash'; accepted: a tuple of 'flash', 'efficient', 'cudnn'
 sdpa.activate(backends=("math",)) -> ValueError: backends is ('math',)
-sdpa.activate(backends=3) -> ValueError: backends is 3; accepted: a tuple of 'flash'
 sdpa.activate(backends=([],)) -> ValueError: backends is ([],); accepted: a tuple of 'flash'
 sdpa.activate(unsupported=np.ones(2)) -> ValueError: unsupported is array(...); accepted: 'fall_back', 'error'
-sdpa.activate(unsupported="raise") -> ValueError: unsupported is 'raise'; accepted: 'fall_back', 'error'
 sdpa.activate(rng="cuda") -> ValueError: rng is 'cuda'; accepted: 'ours', 'torch'
 sdpa.activate(strict="no") -> TypeError: strict is 'no'; accepted: False or True
 reason(query=3) -> TypeError: query is an int; accepted: a torch.Tensor

@@ -17,8 +17,8 @@ from cute_attn import reference
 from cute_attn.host import backward, memory
 from cute_attn.host import plans as known
 from cute_attn.host.backward import NOTHING
-from cute_attn.host.call import NUM_TENSORS, Call
-from cute_attn.host.record import Record, Recording
+from cute_attn.host.call import Call
+from cute_attn.host.record import Record
 from cute_attn.sdpa import operators
 from cute_attn.sdpa.operators import Options
 from cute_attn.sdpa.overrides import Override
@@ -247,32 +247,6 @@ def records():
     return [one for one in known._records.values() if isinstance(one, Record)]
 
 
-def in_turn(name, *arguments):
-    """Outputs of an operator's forward, and gradients of its backward."""
-    outputs = serve(ALL[name], *arguments)
-    return [*outputs[:2], *serve(ALL[backward_of(name)], *saved_of(name, arguments, outputs))[:3]]
-
-
-def inputs_of(seed):
-    return [randn(2, h, n, 16, seed=seed + i) for i, (h, n) in enumerate(((4, 9), (2, 11), (2, 11)))]
-
-
-@pytest.mark.parametrize("name", [FLASH, EFFICIENT])
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_warm_call_is_launched_on_its_own_memory(name, prepared, monkeypatch):
-    launchers = Launchers(monkeypatch, prepared)
-    found, wanted = [], []
-    for seed in (0, 10, 20):
-        bias = [] if name == FLASH else [randn(1, 4, 9, 11, seed=seed).expand(2, 4, 9, 11), True]
-        arguments = (*inputs_of(seed), *bias)
-        found.append(in_turn(name, *arguments))
-        with by_reference():
-            wanted.append(in_turn(name, *arguments))
-    for ours, theirs in zip(found, wanted, strict=True):
-        same(ours, theirs)
-    assert len(records()) == 2 * prepared and launchers.launches == 3
-
-
 @pytest.mark.parametrize("heads, heads_kv, rows", [(4, 2, 1), (1, 1, 9), (4, 1, 9)])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
 def test_dimensions_of_size_1_are_not_exchanged(heads, heads_kv, rows, order, monkeypatch):
@@ -291,35 +265,6 @@ def test_dimensions_of_size_1_are_not_exchanged(heads, heads_kv, rows, order, mo
     assert len(records()) == 2
 
 
-def test_an_unaligned_gradient_is_copied(launchers):
-    q, k, v = inputs_of(0)
-    outputs = operators.flash_forward(OPTIONS, q, k, v)
-    grad = randn(q.numel() + 1)[1:].view(q.shape).copy_(outputs[0])
-    for grad_out in (outputs[0], grad):
-        saved = saved_of(FLASH, (q, k, v), outputs, grad_out)
-        same(operators.flash_backward(OPTIONS, *saved), with_reference(operators.flash_backward, *saved))
-        outputs = operators.flash_forward(OPTIONS, q, k, v)
-
-
-# ---- what a plan depends on ----
-
-
-def test_alignment_and_determinism_are_part_of_a_plan(launchers):
-    q, k, v = (randn(2, 4, 9, 16, seed=i) for i in range(3))
-    operators.flash_forward(OPTIONS, q, k, v)
-    storage = randn(2 * 4 * 9 * 16 + 1)
-    shifted = storage[1:].view(2, 4, 9, 16)
-    out = operators.flash_forward(OPTIONS, shifted, k, v)[0]
-    same([out], [with_reference(operators.flash_forward, shifted, k, v)[0]])
-    outputs = operators.flash_forward(OPTIONS, q, k, v)
-    saved = saved_of(FLASH, (q, k, v), outputs)
-    before = len(known._plans)
-    for wanted in (False, True, False):
-        torch.use_deterministic_algorithms(wanted)
-        operators.flash_backward(OPTIONS, *saved)
-    assert len(known._plans) == before + 2
-
-
 # ---- backwards that repeat ----
 
 
@@ -333,23 +278,6 @@ def outer_of(call):
 
 
 NEEDED = (True, True, True, False, False)
-
-
-def test_divided_heads_are_added_up_in_a_record(monkeypatch):
-    """torch adds up dK and dV of splits of a key head's query heads, into memory that the call allocated."""
-    monkeypatch.setattr(backward, "head_splits", lambda *arguments: 2)
-    Launchers(monkeypatch, prepared=True)
-    q, k, v = randn(1, 8, 4, 64), randn(1, 9, 2, 64, seed=1), randn(1, 9, 2, 64, seed=2)
-    call = a_call(q, k, v)
-    outer = outer_of(call)
-    tensors = (*call[:NUM_TENSORS], *outer)
-    with Recording(tensors) as recording:
-        first = backward.gradients(call, outer, NEEDED)
-    again = recording.record(first).run(tensors)
-    for one, other in zip(first[:3], again[:3], strict=True):
-        assert one.shape == other.shape and one.data_ptr() != other.data_ptr()
-        torch.testing.assert_close(one, other)
-    assert first[1].shape == k.shape
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])

@@ -1,6 +1,5 @@
 """Repeated calls of scaled_dot_product_attention: served calls, what observers of other calls see, and deactivation."""
 
-import contextlib
 import functools
 import json
 
@@ -13,15 +12,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, bias, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_attn import sdpa
 from cute_attn.host import doors
 from cute_attn.host import plans as known
 from cute_attn.host.activation import Options
 from cute_attn.sdpa import operators, overrides
-from tests import processes
+from tests import machine, processes
 from tests.cpu.test_sdpa_plans import Launchers
+from tests.cpu.test_second import Dispatched
 
 pytorchs = torch._C._nn.scaled_dot_product_attention
 SERVING = functools.partial(overrides.serving, "CPU")
@@ -98,33 +97,14 @@ def test_kernels_write_the_result_in_the_operators_layout(function):
     assert out.stride() == operators.flash_forward(Options(), q, k, v)[0].stride() == q.stride()
 
 
-class DispatchMode(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 STATES = {
-    "deterministic": deterministic,
-    "dispatch_mode": DispatchMode,
+    "deterministic": machine.deterministic,
+    "dispatch_mode": Dispatched,
     "function_mode": FunctionMode,
     "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
     "math": lambda: sdpa_kernel(SDPBackend.MATH),
@@ -295,9 +275,9 @@ def recorded(kind):
     if kind == "make_fx":
         return [targets(make_fx(Attention(), pre_dispatch=early)(q, k, v).graph) for early in (False, True)]
     if kind == "mode":
-        with DispatchMode() as mode:
+        with Dispatched() as mode:
             Attention()(q, k, v)
-        return mode.seen
+        return list(map(str, mode.called))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         Attention()(q, k, v)
     return [event.name for event in profile.events() if event.name.startswith("aten::")]

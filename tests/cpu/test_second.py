@@ -85,8 +85,10 @@ def second_derivatives(given, run):
 class Dispatched(torch.utils._python_dispatch.TorchDispatchMode):
     """A mode under which calls go to the operators, which it notes."""
 
+    called = ()
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.called = [*getattr(self, "called", ()), function]
+        self.called = [*self.called, function]
         return function(*args, **(kwargs or {}))
 
 

@@ -81,8 +81,6 @@ REFUSED = """
 forward-sm80-bf16-d64 num_warps=0 -> num_warps is 0; accepted: 1, 2, 4, 8, 16
 forward-sm80-bf16-d64 num_warps=32 -> num_warps is 32; accepted: 1, 2, 4, 8, 16
 forward-sm80-bf16-d64 num_warps=3,tile_m=48 -> num_warps is 3; accepted: 1, 2, 4, 8, 16
-forward-sm80-bf16-d64 num_warps=6,tile_m=96 -> num_warps is 6; accepted: 1, 2, 4, 8, 16
-forward-sm80-bf16-d64 num_warps=12,tile_m=192 -> num_warps is 12; accepted: 1, 2, 4, 8, 16
 forward-sm80-bf16-d64 tile_m=96,num_warps=4 -> tile_m is 96; accepted: multiples of 16 rows for each of 4
 forward-sm80-bf16-d64 tile_m=0 -> tile_m is 0; accepted
 forward-sm80-bf16-d64 tile_n=40 -> tile_n is 40; accepted: multiples of 16
@@ -98,7 +96,6 @@ forward-sm80-bf16-d128 tile_m=128,tile_n=64,num_warps=4,q_in_regs=true sm90 -> r
 forward-sm80-bf16-d96 tile_m=96,tile_n=32,num_warps=2,pack_heads=64 -> pack_heads is 64; accepted: 1, 2, 4, 8, 16 or 32
 forward-sm90-bf16-d128 pack_heads=0 -> pack_heads is 0; accepted: 1, 2, 4, 8, 16, 32 or 64
 forward-sm90-bf16-d128 pack_heads=3 -> pack_heads is 3; accepted: 1, 2, 4
-forward-sm90-bf16-d128 tile_m=64,pack_heads=128 -> pack_heads is 128; accepted: 1, 2, 4
 forward-sm90-bf16-d128-bias_bf16 tile_m=64,tile_n=64,pack_heads=8
     -> pack_heads is 8; accepted: 1 with a bias, dropout or users'
 forward-sm90-bf16-d128-dropout tile_m=64,tile_n=64,pack_heads=8
@@ -161,7 +158,6 @@ block_kinds-sm80-bf16-d64 -> accepted: block_kinds-sm80-bf16-d128
 block_kinds-sm80-bf16-d128 tile_m=48 -> multiples of 32 up to 512
 block_kinds-sm80-bf16-d128 rows=3 -> divisors of tile_m, 128
 block_lists-sm80-bf16-d128-causal -> accepted: block_lists-sm80-bf16-d128
-forward-sm80-bf16-d64 tile_n=40 -> tile_n is 40; accepted: multiples of 16 for forward-sm80-bf16-d64
 forward-sm80:fallback-bf16-d64 sm90 -> it computes fp32, not bf16
 forward-sm80:terms-fp32-d64 key_groups=2 sm90 -> accepted for fp32 in terms
 forward-sm80:terms-fp32-d64 qk_unroll=4 sm90 -> accepted: 1 or 2 steps
@@ -172,8 +168,6 @@ jvp-sm80-bf16-d64 pack_heads=2 -> accepted with tangents: tile_m=64
 jvp-sm90-fp32-d64 -> dtype is fp32; accepted: fp16, bf16
 jvp-sm90-bf16-d192x128 -> head_dim is 192; accepted: multiples of 8 up to 128
 kvcache-sm90-bf16-d576x64-latent -> head_dim_v is 64 with latent
-kvcache-sm90-bf16-d576x8-latent -> head_dim_v is 8 with latent
-kvcache-sm90-bf16-d576x320-latent -> head_dim_v is 320 with latent
 kvcache-sm90-bf16-d576x136-latent -> head_dim_v is 136 with latent
 """
 """A kernel, changes of its default tile or the target if any, and the reason why it is declined."""

@@ -74,8 +74,6 @@ Traits("backwards", *BASE)
     -> ValueError: op is 'backwards' (did you mean 'backward'?); accepted: 'forward', 'backward', 'backward_preprocess'
 Traits("forward", *BASE, bias="bf16", bias_grad=True)
     -> ValueError: bias_grad is True with op 'forward'; accepted: with op 'backward'
-Traits("forward", *BASE, bias="bf16", bias_grad=True)
-    -> ValueError: bias_grad is True with op 'forward'; accepted: with op 'backward'
 Traits("forward", *BASE, alignment=2) -> ValueError: alignment is 2 with op 'forward'; accepted: with op 'kvcache' or
 Traits("kvcache", *BASE, alignment=8) -> ValueError: alignment is 8; accepted: 0, 1, 2, 4
 Traits("combine", "sm80", "fp32", 60, alignment=4) -> ValueError: alignment is 4 with dtype 'fp32'; accepted: 0 for 16

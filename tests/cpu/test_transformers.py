@@ -98,7 +98,6 @@ SLIDING = SimpleNamespace(layer_types=["full_attention", "sliding_attention"], s
 WRONG = """
 register("my_flash") -> ValueError: accepted: one without 'flash'
 register("a/b") -> ValueError: accepted: one without 'flash'
-register("x|y") -> ValueError: accepted: one without 'flash'
 register(3) -> TypeError: name is 3; accepted: text
 forward(cache=1) -> NotImplementedError: cache is an int; accepted: None, since
 forward(output_attentions=True) -> NotImplementedError: output_attentions is True; accepted: False

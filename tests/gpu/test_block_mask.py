@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from cute_attn import attention, attention_varlen, block_mask
-from cute_attn.host.block_masks import block_lists
 from tests.gpu.archs import runnable_archs
 from tests.gpu.compare import assert_equal, captured, int32
 
@@ -146,29 +145,21 @@ LISTS = (
 
 
 def masks(device: str = "cuda") -> dict[str, Any]:
-    """Mask functions by name; the ones of documents, prefixes, padding and places capture tensors."""
+    """Mask functions by name; the ones of documents, times and places capture tensors."""
     generator = torch.Generator().manual_seed(0)
     document = (torch.arange(3000) // 170).to(device)
     shuffled = torch.randint(0, 40, (BATCH, 3000), generator=generator, dtype=torch.int16).to(device)
-    prefix = torch.tensor([300, 1100], dtype=torch.int32, device=device)
-    padded = (torch.arange(3000) < torch.tensor([[700], [2000]])).to(device)
     time = torch.randint(0, 2**33, (3000,), generator=generator).cumsum(0).to(device)
     place = torch.rand(3000, 2, generator=generator).sort(0).values.to(device)
     blocks = (torch.rand(HEADS, 24, 24, generator=generator) > 0.5).to(device)
     return {
         "causal": lambda b, h, q, k: q >= k,
-        "window": lambda b, h, q, k: (q >= k) & (q - k <= 400 + 100 * h),
         "documents": lambda b, h, q, k: (q >= k) & (document[q] == document[k]),
         "shuffled": lambda b, h, q, k: shuffled[b, q] == shuffled[b, k],
-        "prefix": lambda b, h, q, k: (k < prefix[b]) | (q >= k),
-        "padded": lambda b, h, q, k: padded[b, q] & padded[b, k],
         "neighbourhood": lambda b, h, q, k: ((q // 48 - k // 48).abs() <= 6) & ((q % 48 - k % 48).abs() <= 6),
-        "dilated": lambda b, h, q, k: ((q - k).abs() < 600) & ((q - k) % 16 == 0),
         "in time": lambda b, h, q, k: (time[q] - time[k]).abs() < 2**39,
         "near": lambda b, h, q, k: (place[q, 0] - place[k, 0]).abs() < 0.25 + place[k, 1],
         "table": lambda b, h, q, k: blocks[h, q // 128, k // 128],
-        "everywhere": lambda b, h, q, k: q >= 0,
-        "nowhere": lambda b, h, q, k: q < 0,
         "scattered": lambda b, h, q, k: (q * 31 + k * 17) % 1009 < 1,
     }
 
@@ -191,22 +182,6 @@ def test_lists_are_torch_s(name: str, lengths: tuple[int, int], block_size: Any)
     torch.full((1 << 26,), -1, device="cuda")  # the memory from which the lists are allocated next
     for _ in range(5):
         assert_equal_masks(block_mask(mask_mod, BATCH, HEADS, *lengths, block_size=block_size), expected)
-
-
-@pytest.mark.parametrize("block_size", [(128, 128), (64, 256), (32, 96)])
-@pytest.mark.parametrize(("heads", "heads_kv"), [(1, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("lengths", [(5000, 1300), (256, 9000), (90, 128)])
-@pytest.mark.parametrize("cached", [(), (1,)])
-def test_what_kernels_visit(
-    lengths: tuple[int, int], heads: int, heads_kv: int, block_size: tuple[int, int], cached: tuple[int, ...]
-) -> None:
-    """Against the definition on the CPU."""
-    generator = torch.Generator().manual_seed(0)
-    rows, columns = (-(-n // size) for n, size in zip(lengths, block_size, strict=True))
-    kinds = torch.randint(0, 3, (2, heads, rows, columns), generator=generator, dtype=torch.uint8)
-    call = (block_size, 2, lengths[0], 4, lengths[1], heads_kv, *cached)
-    for found, expected in zip(block_lists(kinds.cuda(), *call), block_lists(kinds, *call), strict=True):
-        assert torch.equal(found.cpu(), expected)
 
 
 def test_the_host_does_not_wait() -> None:

@@ -107,27 +107,6 @@ def test_the_kernels_mask_is_pytorchs(mask, shape, dropout_p, arch):
     )
 
 
-@pytest.mark.parametrize("mask", PEERS)
-@pytest.mark.parametrize(
-    ("hides", "options"),
-    [
-        ("causal", {"causal": True}),
-        ("causal_top_left", {"causal": "top_left"}),
-        ("window", {"window": (37, 20)}),
-    ],
-)
-def test_only_what_a_query_sees_has_a_sign(hides, options, mask):
-    shape = (2, 3, 113, 203)
-    state = torch.tensor([3, 2**40 + 1], device="cuda")
-    options = options | {"dropout_p": 0.3, "dropout_mask": mask, "rng_state": state, "return_softmax": True}
-    softmax = attention(*inputs(*shape), **options)[1]
-    where = replace(coords(*shape), top_left=hides.endswith("top_left"))
-    seen = reference.visible(where, hides, 37, 20)
-    keep = reference.DROPOUT_KEEP[mask](where, 0.3, state)
-    assert torch.equal(softmax.signbit(), ~keep & seen)
-    assert not softmax.masked_fill(seen, 0.0).any()
-
-
 # ---- PyTorch's numbers of varlen sequences, and beyond 2^32 ----
 
 
@@ -158,19 +137,18 @@ class Varlen:
         return tuple(int32(0, *accumulate(lengths)) for lengths in (self.lengths_q, self.lengths_k))
 
     def tensors(self):
-        """Random q, k and v, packed."""
-        torch.manual_seed(1)
+        """q, k and v of zeros, packed."""
         sizes = (sum(self.lengths_q), sum(self.lengths_k), sum(self.lengths_k))
-        return [torch.randn(n, self.nheads, 64, dtype=torch.bfloat16, device="cuda") for n in sizes]
+        return [torch.zeros(n, self.nheads, 64, dtype=torch.bfloat16, device="cuda") for n in sizes]
 
-    def pytorch(self, q, k, v, custom_mask_type=0):
+    def pytorch(self, q, k, v):
         """PyTorch's memory-efficient forward, always with the same seed and offset: out, lse, (seed, offset)."""
         torch.cuda.manual_seed(7)
         torch.rand(1000, device="cuda")  # advances the offset
         out, lse, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
             *(q[None], k[None], v[None], None),
             *(*self.cu_seqlens(), *self.max_seqlens),
-            *(self.dropout_p, custom_mask_type, True),
+            *(self.dropout_p, 0, True),
             scale=0.125,
             seqlen_k=self._used(),
         )
@@ -228,7 +206,7 @@ VARLEN = {
 @pytest.mark.parametrize("name", VARLEN)
 def test_the_mask_of_varlen_sequences_is_pytorchs(name, arch):
     case = VARLEN[name]
-    q, k, v = (torch.zeros_like(x) for x in case.tensors())
+    q, k, v = case.tensors()
     out, lse, state = case.pytorch(q, k, v)
     keep = case.kept(lambda v: case.pytorch(q, k, v)[0])
     assert all(0.5 < float(x.double().mean()) < 0.8 for x in keep if x.numel() > 1000)
@@ -250,43 +228,6 @@ def test_the_mask_of_varlen_sequences_is_pytorchs(name, arch):
     for b, x in enumerate(keep):
         expected[b, :, : x.shape[1], : x.shape[2]] = ~x
     assert torch.equal(softmax.signbit(), expected)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", VARLEN)
-def test_varlen_sequences_continue_pytorchs_forward(name, causal, arch):
-    """The mask equals the mask of PyTorch's forward, even where PyTorch's backward draws another one."""
-    case = VARLEN[name]
-    q, k, v = case.tensors()
-    if case.used_k and causal:
-        case = replace(case, lengths_q=tuple(map(min, case.lengths_q, case.used_k)))
-        q = q[: sum(case.lengths_q)]
-    grad_out = torch.randn_like(q)
-    zeros = [torch.zeros_like(x) for x in (q, k)]
-    keep = case.kept(lambda v: case.pytorch(*zeros, v)[0])
-    out, lse, state = case.pytorch(q, k, v, 2 if causal else 0)
-    options = {"causal": causal, "kernel": arch}
-    own = case.call(attention_varlen, q, k, v, **options, rng_state=as_tensor(state))
-    torch.testing.assert_close(own, out, atol=0.02, rtol=0.02)
-    ours = case.call(attention_varlen_backward, grad_out, q, k, v, out, lse, **options, rng_state=state)
-
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    total = 0.0
-    for b, rows, keys in case.sequences():
-        scores = 0.125 * torch.einsum("qhd,khd->hqk", leaves[0][rows], leaves[1][keys])
-        if causal:
-            n_q, n_k = scores.shape[1:]
-            hidden = torch.ones(n_q, n_k, dtype=torch.bool, device="cuda").triu(n_k - n_q + 1)
-            scores = scores.masked_fill(hidden, -torch.inf)
-        p = scores.softmax(-1) * keep[b] / (1 - case.dropout_p)
-        right = torch.einsum("hqk,khd->qhd", p, leaves[2][keys])
-        torch.testing.assert_close(own[rows].double(), right, atol=0.02, rtol=0.02)
-        total = total + (right * grad_out[rows]).sum()
-    exact = torch.autograd.grad(total, leaves)
-    for gradient, ours_, right in zip("qkv", ours, exact, strict=True):
-        error = float((ours_.double() - right).norm() / right.norm())
-        assert error < 0.03, f"d{gradient} is {error:.3f} off"  # 0.003 by rounding, about 1 with another mask
 
 
 def equal_scores_forward(nheads, seqlen, v, dropout_p, **ours):

@@ -1,4 +1,4 @@
-"""Forward-mode derivatives on the GPU: every named case by the tolerance rule, and torch.func's transforms."""
+"""Forward-mode derivatives on the GPU: every named case by the tolerance rule, and of functions of scores."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import jacfwd, jvp, vmap
+from torch.func import jvp
 from torch.nn.attention.flex_attention import create_block_mask
 
-from cute_attn import attention, flex
+from cute_attn import flex
 from cute_attn.compiler import registry
 from cute_attn.traits import MAX_DUAL_COLUMNS, Traits
 from tests.cases import BY_NAME, CASES
@@ -144,32 +144,6 @@ def test_a_part_that_all_keys_have_in_common() -> None:
     given["q"][..., 0] = 64.0
     actual, exact = followed(problem, given), defined(problem, given, torch.float64)
     check("out_dot", actual["out_dot"], exact["out_dot"], defined(problem, given, q.dtype)["out_dot"])
-
-
-def test_jvp_jacfwd_and_vmap() -> None:
-    problem, dots = CAUSAL.build("cuda"), tuple(tangents(CAUSAL).values())
-    expected = followed(problem, tangents(CAUSAL))
-
-    def call(*tensors: Tensor) -> Any:
-        return attention(*tensors, causal=CAUSAL.causal, return_lse=True)
-
-    primals, tangents_ = jvp(call, problem.tensors, dots)
-    assert_same(
-        dict(zip(("out", "lse", "out_dot", "lse_dot"), (*primals, *tangents_), strict=True)), expected
-    )
-    many = tuple(torch.stack((x, -x, 0 * x)) for x in dots)
-    of_each = vmap(lambda *own: jvp(call, problem.tensors, own)[1])(*many)
-    for i, own in enumerate(zip(*many, strict=True)):
-        for x, right in zip(of_each, jvp(call, problem.tensors, own)[1], strict=True):
-            assert torch.equal(x[i], right)
-    k, v = (x[:1] for x in problem.tensors[1:])
-
-    def of_a_row(row: Tensor) -> Tensor:
-        return attention(row[None, None, None].expand(1, 1, k.shape[2], -1), k, v)[0, 0, 0]
-
-    row, dot = problem.tensors[0][0, -1, 0], dots[0][0, -1, 0]
-    matrix, right = jacfwd(of_a_row)(row), jvp(of_a_row, (row,), (dot,))[1]
-    torch.testing.assert_close(matrix.double() @ dot.double(), right.double(), atol=2e-2, rtol=2e-2)
 
 
 def score_mod_of(table: Tensor, distances: Tensor) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
-from cute_attn import attention, attention_varlen, attention_with_kvcache, flex
+from cute_attn import attention, attention_with_kvcache, flex
 from tests.gpu.archs import runnable_archs
 from tests.gpu.compare import captured, int32, randn
 
@@ -93,20 +93,6 @@ def test_score_features(features: str) -> None:
     found = attention(*given, return_max_scores=True, **options)[1]
     options.pop("dropout_p", 0)
     check(found, attention, *given, **options)
-
-
-def test_packed_sequences() -> None:
-    rows, keys = (150, 0, 333), (200, 40, 401)
-    q, k, v = (randn(sum(n), h, 64, seed=i) for i, (n, h) in enumerate(((rows, 8), (keys, 2), (keys, 2))))
-    starts = [int32(0, *torch.tensor(n).cumsum(0).tolist()) for n in (rows, keys)]
-    given = (q, k, v, *starts, 333, 401)
-    for options in ({}, {"window": (60, 0)}):
-        check(
-            attention_varlen(*given, return_max_scores=True, **options)[1],
-            attention_varlen,
-            *given,
-            **options,
-        )
 
 
 @pytest.mark.parametrize("splits", [0, 1, 5])

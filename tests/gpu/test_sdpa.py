@@ -1,6 +1,5 @@
 """PyTorch's scaled_dot_product_attention with the kernels active: every backend, against float64 and stock PyTorch."""
 
-import contextlib
 import itertools
 import json
 import subprocess
@@ -180,19 +179,6 @@ def test_flash_debug_masks_are_equal_bit_for_bit():
     assert torch.equal(*(mask[:, :, :130, :200].signbit() for mask in masks))
 
 
-def test_what_is_declined_is_pytorchs():
-    inputs = [x.detach() for x in tensors()]
-    found = []
-    for active in (False, True):
-        torch.manual_seed(5)
-        serving = sdpa.active(rng="torch") if active else contextlib.nullcontext()
-        with serving, sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            found.append(scaled_dot_product_attention(*inputs, dropout_p=0.5))
-    assert torch.equal(*found)
-    ((_, reason),) = sdpa.served
-    assert reason.startswith("rng is 'torch' with dropout; accepted under cuDNN")
-
-
 # ---- dropout whose mask is drawn here ----
 
 
@@ -216,52 +202,6 @@ def test_dropout_and_its_gradients(backend, order):
     mask = "mem_efficient" if backend == "efficient" else "flash"
     for found, (_, state) in zip(actual, both, strict=True):
         check_results(found, inputs, dropout=mask, rng_state=state)
-
-
-@pytest.mark.parametrize("end", ["removed", "others", "rng"])
-@pytest.mark.parametrize("backend", ["flash", "efficient", "cudnn"])
-def test_a_backward_after_the_end(backend, end):
-    """PyTorch's memory-efficient kernel would read the seed, which lies on the GPU, on the host."""
-    inputs = tensors(128, 128, order="bhsd")
-    mask = torch.zeros(2, 4, 128, 128, device="cuda", dtype=BF16) if backend == "efficient" else None
-    torch.manual_seed(5)
-    with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
-        wanted = results(inputs, mask, dropout_p=0.25)
-    torch.manual_seed(5)
-    with sdpa.active(), sdpa_kernel(BACKENDS[backend]):
-        out = scaled_dot_product_attention(*inputs, attn_mask=mask, dropout_p=0.25)
-    if end == "others":
-        sdpa.activate(backends=[name for name in BACKENDS if name != backend])
-    elif end == "rng":
-        sdpa.activate(rng="torch")
-    found = with_gradients(out, inputs, mask)
-    torch.cuda.synchronize()
-    assert torch.equal(found["out"], wanted["out"])
-    # dq is added up in any order; flash attention's may be PyTorch's.
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
-
-
-@pytest.mark.parametrize("backend", ["efficient", "cudnn"])
-def test_a_backward_of_pytorchs_forward_with_dropout(backend):
-    """The forward comes before the activation."""
-    inputs = tensors(128, 128, order="bhsd")
-    found = []
-    for active in (False, True):
-        torch.manual_seed(5)
-        with sdpa_kernel(BACKENDS[backend]):
-            out = scaled_dot_product_attention(*inputs, dropout_p=0.25)
-        with sdpa.active() if active else contextlib.nullcontext():
-            found.append(with_gradients(out, inputs, None))
-    torch.testing.assert_close(*reversed(found), rtol=0.05, atol=0.02)
-
-
-def test_dropout_by_default_is_served():
-    """The call is the usual one in training; PyTorch may choose any backend."""
-    inputs = tensors(333, order="bhsd")
-    with sdpa.active():
-        for _ in range(3):
-            results(inputs, dropout_p=0.1, is_causal=True)
-    assert sdpa.served.total() == 6 and not [reason for _, reason in sdpa.served if reason]
 
 
 RUN = """if True:

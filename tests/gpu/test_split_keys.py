@@ -224,25 +224,22 @@ def test_few_and_many_sequences(arch):
 # ---- where rows are ----
 
 
+RAGGED = (1, 0, 63, 700, 1030)
+PAGES = [(n, arch, 2, {}) for arch in ARCHS for n in (8, 16, 48, 64, 128, 256)]
+# Ampere's kernel loads row by row; tiles of 16, 64 and 128 rows.
+PAGES += [(n, "sm80", 2, {}) for n in (1, 3, 19)]
+PAGES += [(n, "sm80", queries, {"causal": True}) for n in (1, 3, 19) for queries in (1, 17, 70)]
+
+
 @pytest.mark.parametrize("split", GIVEN, ids=str)
-@pytest.mark.parametrize(
-    ("page", "arch"),
-    [
-        (n, arch)
-        for arch in ARCHS
-        for n in (1, 3, 8, 16, 19, 48, 64, 128, 256)
-        if arch == "sm80" or n % 8 == 0
-    ],
-)
-def test_pages_equal_entries_bit_for_bit(page, split, arch):
-    call = Call((1, 0, 63, 700, 1030), (2,) * 5)
-    options = {"kernel": arch, **split}
+@pytest.mark.parametrize(("page", "arch", "queries", "options"), PAGES)
+def test_pages_equal_entries_bit_for_bit(page, arch, queries, options, split):
+    call, options = Call(RAGGED, (queries,) * 5), {"kernel": arch, **split, **options}
     expected = call.run(**options)
     for heads_first in (False, True):
         assert_equal(call.run_paged(page, heads_first, **options), expected)
 
 
-RAGGED = (1, 0, 63, 700, 1030)
 # Many lookups in the table by each CTA, one of which looks up pages of up to 32 boxes; rows of 4 to 32 vectors.
 HOPPERS = {
     **{f"long-pages-of-{n}": ((9000, 2049, 4097), (128, 128), n, {"num_splits": 1}) for n in (16, 64)},
@@ -269,16 +266,6 @@ def test_many_work_tiles_per_cta(page, arch):
         assert_equal(call.run_paged(page, kernel=arch), expected)
 
 
-@pytest.mark.parametrize("split", GIVEN, ids=str)
-@pytest.mark.parametrize("page", [1, 3, 19])
-@pytest.mark.parametrize("queries", [1, 17, 70])
-def test_pages_of_any_size(queries, page, split):
-    """Ampere's kernel loads row by row; tiles of 16, 64 and 128 rows."""
-    call = Call((1, 0, 63, 300, 700), (queries,) * 5)
-    options = {"causal": True, "kernel": "sm80", **split}
-    assert_equal(call.run_paged(page, **options), call.run(**options))
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 1, 16])
@@ -294,17 +281,20 @@ def test_leftpad(page, split, arch):
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("page", [0, 16])
 def test_beyond_two_to_the_31(page, arch):
-    """Entries, or pages, more than 2**31 elements apart."""
+    """Entries, or pages, more than 2**31 elements apart, which a row is appended to."""
     rows, step = 16, 2**31 + 1024
     storage = torch.full((step + rows * 128,), math.nan, dtype=torch.bfloat16, device="cuda")
     k = storage.as_strided((2, rows, 1, 128), (step, 128, 128, 1))
     k.copy_(randn(2, rows, 1, 128))
-    v, q, lengths = randn(2, rows, 1, 128, seed=1), randn(2, 1, 4, 128, seed=2), int32(13, 16)
+    v, q, lengths = randn(2, rows, 1, 128, seed=1), randn(2, 1, 4, 128, seed=2), int32(13, 15)
+    new = [randn(2, 1, 1, 128, seed=3 + i) for i in range(2)]
     table = int32([1], [0]) if page else None
     options = {"cache_seqlens": lengths, "page_table": table, "return_lse": True}
-    found = attention_with_kvcache(q, k, v, **options, kernel=arch)
+    found = attention_with_kvcache(q, k, v, k=new[0], v=new[1], **options, kernel=arch)
+    for b, row in enumerate((13, 15)):
+        assert_equal([x[1 - b if page else b, row] for x in (k, v)], [x[b, 0] for x in new])
     cache = ref.Cache(k.float(), v.float(), table)
-    assert_near(found, ref.attention(q.float(), cache, 128**-0.5, ref.Lengths(lengths)))
+    assert_near(found, ref.attention(q.float(), cache, 128**-0.5, ref.Lengths(lengths + 1)))
 
 
 # ---- repeats, batches and graphs ----
@@ -314,10 +304,12 @@ def test_beyond_two_to_the_31(page, arch):
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("page", [0, 16])
 def test_a_graph_replays_with_other_lengths_and_tables(page, split, arch):
+    """Rows are appended, too."""
     call = Call((1000,) * 6, (2,) * 6)
     (k, v), table = call.paged(16) if page else ((call.k, call.v), None)
-    lengths = int32(*(0,) * 6)
+    lengths, new = int32(*(0,) * 6), [randn(6, 2, 2, 128, seed=3 + i) for i in range(2)]
     options = {"cache_seqlens": lengths, "page_table": table, "causal": True, "kernel": arch, **split}
+    options |= {"k": new[0], "v": new[1]}
 
     def run():
         return attention_with_kvcache(call.q, k, v, return_lse=True, **options)
