@@ -15,11 +15,14 @@ def expectations(problem: Problem) -> list[dict[str, Tensor]]:
     return [problem.expected(dtype) for dtype in (torch.float64, problem.tensors[0].dtype, torch.float32)]
 
 
-def compare(problem: Problem, **options: Any) -> dict[str, Tensor]:
-    """Results of a problem's call, after a check of out and lse; sums of fp32 have another order than plain torch's."""
+def compare(problem: Problem, *, roundings: float = 8, **options: Any) -> dict[str, Tensor]:
+    """Results of a problem's call, after a check of out and lse.
+
+    roundings: of out in fp32, whose sums have another order than plain torch's.
+    """
     exact, plain, plain32 = expectations(problem)
     found = problem.run(**options)
-    own = 8 if problem.case.dtype == "fp32" else 1
+    own = roundings if problem.case.dtype == "fp32" else 1
     check("out", found["out"], exact["out"], plain["out"], roundings=own)
     check("lse", found["lse"], exact["lse"], plain32["lse"], roundings=32)
     return found
