@@ -33,6 +33,7 @@ from cute_attn.device.math import rematerialize
 from cute_attn.device.pipeline import WARPGROUP, PingPong
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
 from cute_attn.kernels.base import StepContent, beyond_cache, wgmma_count
+from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
 from cute_attn.kernels.forward_sm90.storage import (
@@ -207,6 +208,9 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
         return layouts.tiled_mma_sm90(
             self.dtype, self.tile.tile_m, self.columns_at_once, warpgroups=1, b_major="mn"
         )
+
+    def copies(self) -> Copies:
+        return super().copies().part("mma-pv", "mma_pv", threads=WARPGROUP)
 
     @property
     def columns_at_once(self) -> int:
