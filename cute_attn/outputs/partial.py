@@ -84,13 +84,13 @@ def row_exists(score_map: ScoreMap, r: Constexpr, tile: QueryTile):
 @cute.jit
 def store_rows(
     target: RowTarget,
-    acc: cute.Tensor,
+    acc: Any,  # or None
     lse: Any,  # or None
     score_map: ScoreMap,
     tile: QueryTile,
     dim: Constexpr,
 ) -> None:
-    """Store O, and its LSE unless ``lse`` is None.
+    """Store O and its LSE, or one of them.
 
     Args:
         acc: normalised O, fp32, with the rows and columns in ``score_map``; stored in the target's type.
@@ -101,7 +101,7 @@ def store_rows(
     """
     dtype: Any = target.out.dtype
     cols = score_map.modes.cols
-    for r in cutlass.range_constexpr(cute.size(acc, mode=[0])):
+    for r in cutlass.range_constexpr(len(score_map.modes.rows)):
         if row_exists(score_map, r, tile):
             head = Int64(score_map.head(r)) if cutlass.const_expr(score_map.heads > 1) else Int64(0)
             query = Int64(score_map.query(r))
@@ -112,7 +112,8 @@ def store_rows(
             some, wanted = cute.make_rmem_tensor(cute.make_layout(target.width), dtype), Int32(dim)
             if cutlass.const_expr(target.is_partial and lse is not None):
                 wanted = cutlass.select_(lse[r] == -Float32.inf, Int32(0), wanted)
-            for c in cutlass.range_constexpr(0, cute.size(acc, mode=[1]), target.width):
+            columns: Constexpr = 0 if acc is None else len(cols)
+            for c in cutlass.range_constexpr(0, columns, target.width):
                 if score_map.thr_col + cols[c] < wanted:
                     for e in cutlass.range_constexpr(target.width):
                         some[e] = dtype(acc[r, c + e])

@@ -491,12 +491,14 @@ class ForwardLargeTile(Tile):
 
     tile_m: ClassVar[int] = 64
     warpgroups: ClassVar[int] = 2  # consumers, each with half of O's columns
+    score_warps: ClassVar[int] = 0  # that compute scores only
     num_threads: ClassVar[int] = 384
     compute_registers: ClassVar[int] = 232
     load_registers: ClassVar[int] = 40
     blocks_per_sm: ClassVar[int] = 1
-    # A step's P is written before the other warpgroup has read the previous step's.
-    p_stages: ClassVar[int] = 2  # a field of the tile with a cache
+    p_stages: ClassVar[int] = (
+        2  # a step's P is written before the other warpgroup has read the previous step's
+    )
     # Fields of the Hopper forward's tile that are fixed here:
     rescale_threshold: ClassVar[int] = 8
     share_qo_smem: ClassVar[bool] = True
@@ -552,28 +554,36 @@ class KvcacheLargeTile(ForwardLargeTile):
 
     Attributes:
         page_rows: rows of each TMA box of a page, as in :class:`KvcacheSm90Tile`.
-        p_stages: stages of P. With one, for latent keys, P V of a key block is computed before S of the next one.
     """
 
     page_rows: int = choice(0, 0, 8, 16, 32, 64)
-    p_stages: int = choice(2, 1, 2)  # type: ignore[misc]
 
-    compute_registers: ClassVar[int] = 224
+    p_stages: ClassVar[int] = 1
+    score_warps: ClassVar[int] = 4
+    num_threads: ClassVar[int] = 512
+    compute_registers: ClassVar[int] = 160
+    score_registers: ClassVar[int] = 136
     load_registers: ClassVar[int] = 56  # the producer looks up pages
     min_blocks_per_sm: ClassVar[int] = 1
     share_qo_smem: ClassVar[bool] = False
     BROADCAST_START: ClassVar[int] = 448  # items with key ranges are twice as large
 
+    @staticmethod
+    def columns_of_v(traits: Traits) -> int:
+        """Columns of V and O in shared memory. A warpgroup's half is one instruction's columns, or 256."""
+        columns = ForwardLargeTile.columns_of_v(traits)
+        return columns if columns <= 384 else 512
+
     def smem_areas(self, traits: Traits) -> dict[str, tuple[int, int]]:
         return self._areas(traits, padded(traits.head_dim))
 
+    def registers(self, traits: Traits) -> int:
+        """Of a thread that computes O. One that computes scores has fewer, and counts with the difference."""
+        columns = self.columns_of_v(traits) // 4
+        scores = super().registers(traits) - columns
+        return max(columns + 24, scores + self.compute_registers - self.score_registers)
+
     def reasons(self, traits: Traits) -> Iterator[str | None]:
-        enough = self.num_stages >= 2 or not traits.latent  # a step needs the keys of two blocks
-        yield self.unless(enough, "num_stages", f"2 or more, for {traits}")
-        accepted = (1, 2) if traits.latent else (2,)
-        yield self.unless(
-            self.p_stages in accepted, "p_stages", f"{' or '.join(map(str, accepted))}, for {traits}"
-        )
         yield pages_reason(self, traits)
         yield from super().reasons(traits)
 

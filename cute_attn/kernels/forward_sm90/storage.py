@@ -203,13 +203,15 @@ def fragments_of(
     s_q: cute.Tensor,
     columns: int,
     s_p: cute.Tensor | None = None,
+    s_v: cute.Tensor | None = None,
 ) -> Fragments:
     """The fragments of a warpgroup whose first threads of the two MMAs are ``thread_qk`` and ``thread_pv``.
 
     Args:
         s_q: Q of the rows of S.
-        columns: columns of O, of all warpgroups.
+        columns: columns of O, of all warpgroups that the MMA has.
         s_p: P in shared memory, or None if P is an operand in registers.
+        s_v: V of these columns, (columns, keys, stage); None for all of V.
     """
     tile, qk, pv = kernel.tile, kernel.mma_qk(), kernel.mma_pv()
     mine_qk, mine_pv = qk.get_slice(thread_qk), pv.get_slice(thread_pv)
@@ -219,7 +221,7 @@ def fragments_of(
     return Fragments(
         qk.make_fragment_A(mine_qk.partition_A(s_q)),
         qk.make_fragment_B(mine_qk.partition_B(storage.s_k)),
-        pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(storage.s_v))),
+        pv.make_fragment_B(mine_pv.partition_B(layouts.transposed(storage.s_v) if s_v is None else s_v)),
         p,
         layouts.as_operand_a(p) if s_p is None else pv.make_fragment_A(mine_pv.partition_A(s_p)),
         acc_o,

@@ -21,7 +21,7 @@ Limits: those of the Hopper forward, with head dims up to 576 for q and k and 51
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from cutlass import Int32, cute
 
@@ -160,22 +160,12 @@ class ForwardLargeSm90(ForwardSm90):
         thread: Int32,
     ) -> None:
         """Run the role of the warp's consumer warpgroup: scores and the first half of O, or the second half of O."""
+        cute.arch.setmaxregister_increase(self.tile.compute_registers)
         lane = thread % WARPGROUP
         if warp < 8:
             own = consumer_thread(self, storage, SCORES, lane)
-            results = self.score_results(params, outputs)
-            Consumer(self, params, storage, own, self.score_loop, results).run()
+            results = ScoreResults(params, outputs)
+            Consumer(self, params, storage, own, ScoreLoop, results).run()
         else:
             own = consumer_thread(self, storage, VALUES, lane)
-            self.value_consumer(self, params, storage, self.value_outputs(params, outputs), own).run()
-
-    score_loop: ClassVar[type[ScoreLoop]] = ScoreLoop
-    value_consumer: ClassVar[type[ValueConsumer]] = ValueConsumer
-
-    def score_results(self, params: ForwardParams, outputs: ForwardOutputs) -> Any:
-        """What stores the results of the warpgroup that computes S and P."""
-        return ScoreResults(params, outputs)
-
-    def value_outputs(self, params: ForwardParams, outputs: ForwardOutputs) -> Any:
-        """Where the warpgroup that computes only the second half of O's columns stores them."""
-        return outputs
+            ValueConsumer(self, params, storage, outputs, own).run()

@@ -76,22 +76,25 @@ class SharedProbabilities:
 class LargeStorage(ForwardStorage):
     """The Hopper forward's storage, with P.
 
-    latent: V is the first columns of K, in K's memory and with K's pipeline.
+    Attributes:
+        score_warps: warps that compute scores and no columns of O.
+        latent: V is the first columns of K, in K's memory and with K's pipeline.
     """
 
     p: SharedProbabilities
+    score_warps: Constexpr = 0
     latent: Constexpr = False
 
     @cute.jit
     def init(self, warpgroups: Constexpr, lane: Int32) -> None:
         both: Constexpr = 4 * warpgroups
         with cute.arch.elect_one():
-            self.q.pipeline.init(both)
+            self.q.pipeline.init(self.score_warps or both)
             self.pipeline_k.init(both if self.latent else 4)
             if cutlass.const_expr(not self.latent):
                 self.pipeline_v.init(both)
             self.p.pipeline.init(both, producers=4)
-            self.work.pipeline.init(both)
+            self.work.pipeline.init(both + self.score_warps)
         cute.arch.mbarrier_init_fence()
         self.replay.clear(lane)
 
@@ -130,9 +133,10 @@ def make_storage(kernel: Any) -> LargeStorage:
         pipelines[1],
         pipelines[1 if traits.latent else 2],
         WorkBroadcast.make(barriers + taken, base + tile.BROADCAST_START, traits.divides_keys),
-        Replay.make(base + tile.REPLAY_START, 32 + WARPGROUP * tile.warpgroups),
+        Replay.make(base + tile.REPLAY_START, tile.num_threads - 96),  # one warp loads
         None,
         SharedProbabilities(p, factors, pipelines[3]),
+        tile.score_warps,
         traits.latent,
     )
 

@@ -10,19 +10,12 @@ from cute_attn.traits import Traits
 TABLE = Table(__file__, KvcacheLargeTile)
 
 
-def keys(traits: Traits, target: str, rows: int = 1) -> tuple[Key, ...]:
-    """rows: of all queries and query heads of a key head; the more than 64 of several work tiles are "many"."""
-    values = "latent" if traits.latent else "two"
-    return (
-        max(traits.head_dim, traits.head_dim_v),
-        values,
-        "many" if rows > KvcacheLargeTile.tile_m else "few",
-    )
+def keys(traits: Traits, target: str) -> tuple[Key, ...]:
+    return max(traits.head_dim, traits.head_dim_v), "latent" if traits.latent else "two"
 
 
 def cache_tile(traits: Traits, call: CacheCall) -> KvcacheLargeTile:
     """The tile for a call, with the number of packed heads that leaves the fewest rows empty."""
-    rows = 1 if call.same_bits else call.seqlen_q * call.group
-    tiles = TABLE.tiles(*keys(traits, "sm90", rows))
+    tiles = TABLE.tiles(*keys(traits, "sm90"))
     tile = first_for_pages(tiles, traits, call.page_size, call.same_bits)
     return tile_for_lengths(traits, tile, call.seqlen_q, call.group)

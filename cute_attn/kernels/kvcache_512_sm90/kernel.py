@@ -1,11 +1,21 @@
 """The Hopper forward for attention with a cache, for head dims above 256, such as latent attention's 576 and 512.
 
-The consumers of :mod:`cute_attn.kernels.head_dim_512_sm90.kernel`, which divide the columns of O, with the loads and
-the key ranges of :mod:`cute_attn.kernels.kvcache_sm90.kernel`. Each warpgroup stores its columns of O from registers. A
-work tile whose queries see no key uses neither Q nor P: its O is 0.
+The loads and the key ranges of :mod:`cute_attn.kernels.kvcache_sm90.kernel`. As in
+:mod:`cute_attn.kernels.head_dim_512_sm90.kernel`, two warpgroups divide the columns of O, but a third one computes the
+scores:
 
-Where V is the first columns of K (the trait ``latent``), a key block is loaded once, and is free again after both of
-its products.
+    scores warpgroup                                     two values warpgroups, each
+    for j = 0, 1, ...                                    for j = 0, 1, ...
+        S[j] = Q K[j]                                        wait for P[j] and the factors of O's rows
+        epilogues, online softmax                            rescale O
+        P[j] and the factors of O's rows to shared memory    O += P[j] V[j], half of the columns
+    the factors that normalize O to shared memory        wait for the factors that normalize O
+
+Each values warpgroup stores its columns of O from registers. A work tile whose queries see no key uses neither Q nor P:
+its O is 0.
+
+Where V is the first columns of K (the trait ``latent``), a key block is loaded once, and is free again after P V, which
+does not wait for S of the next block.
 
 Limits: those of :mod:`cute_attn.kernels.kvcache_sm90.kernel`, with head dims up to 576 for q and k and 512 for v.
 """
@@ -18,22 +28,29 @@ import cutlass
 from cutlass import Constexpr, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
+import layouts
 from cute_attn.device.math import rematerialize
-from cute_attn.device.pipeline import WARPGROUP
+from cute_attn.device.pipeline import WARPGROUP, PingPong
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.epilogues.softmax import multiply_rows
-from cute_attn.kernels.base import beyond_cache
+from cute_attn.kernels.base import StepContent, beyond_cache, wgmma_count
+from cute_attn.kernels.copies import Copies
+from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
-from cute_attn.kernels.forward_sm90.storage import ForwardInputs, ForwardParams, PipelineState
+from cute_attn.kernels.forward_sm90.storage import (
+    ConsumerThread,
+    ForwardInputs,
+    ForwardParams,
+    PipelineState,
+    fragments_of,
+)
 from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
-from cute_attn.kernels.head_dim_512_sm90.roles import SCORES, VALUES, LargeStorage, ScoreLoop, ValueConsumer
+from cute_attn.kernels.head_dim_512_sm90.roles import LargeStorage, ScoreLoop, ValueConsumer
 from cute_attn.kernels.kvcache_512_sm90.heuristics import cache_tile
 from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
 from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EntryTiles, PagedTiles
-from cute_attn.rows.tma import LastUse
-from cute_attn.tiles import KvcacheLargeTile, is_latent_dim
+from cute_attn.tiles import KvcacheLargeTile, is_latent_dim, padded
 from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
@@ -67,9 +84,28 @@ class LatentLoads(CacheLoads):
         return claimed
 
 
+SCORES = 2
+"""Index of the warpgroup that computes the scores."""
+
+
 @dataclass(frozen=True)
 class CacheScoreLoop(ScoreLoop):
-    """Like :class:`ScoreLoop`, but zeroes the rows of V before a sequence's first key before it publishes P."""
+    """S, softmax and P of each key block; zeroes the rows of V before a sequence's first key before it publishes P."""
+
+    @cute.jit
+    def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
+        """Compute S and P of ``block``."""
+        storage, n = self.storage, self.uses.keys + (self.blocks.end - 1 - block)
+        scores, acc_s, loaded = self.score_tile(block, n)
+        storage.pipeline_k.consumer_wait(n)
+        self.start_qk(acc_s, n)
+        warpgroup.wait_group(0)
+        self.release_keys(n)
+        self.probabilities(scores, loaded, masked, False)
+        self.publish(scores, acc_s, n)
+
+    def last_product(self) -> None:
+        """Nothing: other warpgroups compute P V."""
 
     def release_keys(self, n: Int32) -> None:
         """Release K of use n, unless K is latent: it is then read again as V."""
@@ -84,52 +120,27 @@ class CacheScoreLoop(ScoreLoop):
 
 
 @dataclass(frozen=True)
-class LatentInOrder(CacheScoreLoop):
-    """The loop with one stage of P, for latent keys: P V of a block before S of the next one.
-
-    A block's memory is free after P V. With room for two blocks, S and softmax then hide the load of the next one.
-    """
-
-    @cute.jit
-    def step(self, block: Int32, masked: Constexpr, frozen: Constexpr) -> None:
-        """Compute P V of the block visited before, then S and P of ``block``."""
-        storage, n = self.storage, self.uses.keys + (self.blocks.end - 1 - block)
-        scores, acc_s, loaded = self.score_tile(block, n)
-        self.start_pv(n - 1)
-        storage.pipeline_k.consumer_wait(n)
-        self.start_qk(acc_s, n)
-        warpgroup.wait_group(1)
-        self.output.release(n - 1, n - 1 + self.tiles_before)
-        warpgroup.wait_group(0)
-        self.probabilities(scores, loaded, masked, False)
-        self.publish(scores, acc_s, n)
-        self.output.rescale()
-
-
-@dataclass(frozen=True)
 class CacheScoreResults:
-    """Stores the results of the warpgroup that computes S and P: LSE, and the first half of O's columns."""
+    """Publishes the factors that normalize O, and stores LSE."""
 
     results: CacheResults
 
     @cute.jit
     def store(self, loop: CacheScoreLoop) -> None:
-        """Publish the factors that normalize O; store LSE and the first half of O's columns."""
-        kernel, fragments, thread = loop.kernel, loop.thread.fragments, rematerialize(loop.thread.index)
+        kernel, tile, thread = loop.kernel, loop.query_tile, rematerialize(loop.thread.index)
+        score_map = kernel.score_map(thread)
         lse = loop.finish_rows(loop.sinks(self.results.params, thread))
         if loop.blocks.begin < loop.blocks.end:
-            loop.publish_factors(kernel.score_map(thread))
-        multiply_rows(fragments.acc_o_rows, fragments.factors)
-        o_map = output_map(kernel, SCORES, thread)
-        self.results.write(kernel, loop.query_tile, fragments.acc_o_rows, lse, o_map)
-        kernel.epilogues.store_maxima(
-            loop.state, loop.softmax.seen, kernel.score_map(thread), loop.query_tile.row0
-        )
+            loop.publish_factors(score_map)
+        self.results.write(kernel, tile, None, lse, score_map)
+        kernel.epilogues.store_maxima(loop.state, loop.softmax.seen, score_map, tile.row0)
 
 
 @dataclass(frozen=True)
 class CacheValueConsumer(ValueConsumer):
-    """Like :class:`ValueConsumer`; ``outputs`` is a :class:`CacheResults`."""
+    """Like :class:`ValueConsumer`, with half ``columns`` of O; ``outputs`` is a :class:`CacheResults`."""
+
+    columns: Constexpr  # 0 or 1
 
     stores_by_tma: ClassVar[bool] = False
 
@@ -138,24 +149,21 @@ class CacheValueConsumer(ValueConsumer):
         self, tile: QueryTile, pipeline_state: PipelineState, item: WorkItemId | None
     ) -> PipelineState:
         queries, keys = pipeline_state.queries, pipeline_state.keys
-        q, op, blocks = self.storage.q, self.thread.fragments, self.blocks_of(tile)
+        op, blocks = self.thread.fragments, self.blocks_of(tile)
         op.acc_o.fill(0.0)
         if blocks.begin < blocks.end:
-            q.pipeline.consumer_wait(queries)
-            q.release_after(LastUse.PRODUCTS, queries)
             end = keys + (blocks.end - blocks.begin)
             self.multiply(keys, end, queries)
             queries, keys = queries + 1, end
-        o_map = output_map(self.kernel, VALUES, rematerialize(self.thread.index))
-        self.outputs.write(self.kernel, tile, op.acc_o_rows, None, o_map)
+        self.outputs.write(self.kernel, tile, op.acc_o_rows, None, self.score_map())
         return PipelineState(queries, keys)
 
-
-def output_map(kernel: Constexpr, group: int, lane: Int32) -> ScoreMap:
-    """Rows and columns of O that a thread of warpgroup ``group`` holds."""
-    tile = kernel.tile
-    columns, thread = tile.columns_of_v(kernel.traits), lane + group * WARPGROUP
-    return ScoreMap.make(kernel.mma_pv(), tile.tile_m, columns, thread, heads=tile.pack_heads)
+    def score_map(self) -> ScoreMap:
+        """The map of the rows and columns of O that the thread holds."""
+        kernel, columns = self.kernel, self.kernel.output_columns
+        lane, heads = rematerialize(self.thread.index), kernel.tile.pack_heads
+        own = ScoreMap.make(kernel.mma_pv(), kernel.tile.tile_m, columns, lane, heads=heads)
+        return dataclasses.replace(own, thr_col=own.thr_col + self.columns * columns)
 
 
 @dataclass(frozen=True)
@@ -185,14 +193,73 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
             return LatentLoads(inputs, storage, params)
         return super().loads(inputs, storage, params)
 
+    def step_content(self) -> StepContent:
+        """Content of an unmasked step of the scores warpgroup, with the products of the values warpgroups."""
+        tile, d, dv = self.tile, padded(self.traits.head_dim), self.tile.columns_of_v(self.traits)
+        qk, each = wgmma_count(tile.tile_m, tile.tile_n, d, 1), self.columns_at_once
+        pv = dv // each * wgmma_count(tile.tile_m, each, tile.tile_n, 1)
+        elements = tile.tile_n // 2
+        exp2 = elements * (1 + self.traits.softcap)
+        loaded = 2 * tile.tile_n * (d if self.traits.latent else d + dv)
+        return StepContent(qk, exp2, elements, 4, async_bytes=loaded, other_wgmma=(pv, each))
+
+    def mma_pv(self) -> cute.TiledMma:
+        """O += P V by one warpgroup with half of the columns, both from shared memory."""
+        return layouts.tiled_mma_sm90(
+            self.dtype, self.tile.tile_m, self.columns_at_once, warpgroups=1, b_major="mn"
+        )
+
+    def copies(self) -> Copies:
+        return super().copies().part("mma-pv", "mma_pv", threads=WARPGROUP)
+
     @property
-    def score_loop(self) -> type[CacheScoreLoop]:  # type: ignore[override]
-        return LatentInOrder if self.tile.p_stages == 1 else CacheScoreLoop
+    def columns_at_once(self) -> int:
+        """Columns of an instruction of P V: all of a warpgroup's, or half of 256.
 
-    value_consumer = CacheValueConsumer
+        ptxas accepts no instruction with more registers than each of 512 threads begins with.
+        """
+        columns = self.output_columns
+        return columns // 2 if columns > 192 else columns
 
-    def score_results(self, params: ForwardParams, outputs: ForwardOutputs) -> CacheScoreResults:
-        return CacheScoreResults(self.results(params, outputs))
+    @cute.jit
+    def consume(
+        self,
+        params: ForwardParams,
+        storage: LargeStorage,
+        outputs: ForwardOutputs,
+        warp: Int32,
+        thread: Int32,
+    ) -> None:
+        """Run the role of the warp's consumer warpgroup: half of O's columns, or the scores."""
+        results, lane = self.results(params, outputs), thread % WARPGROUP
+        if warp < 8:
+            self.multiply(params, storage, results, 0, lane)
+        elif warp < 12:
+            self.multiply(params, storage, results, 1, lane)
+        else:
+            cute.arch.setmaxregister_increase(self.tile.score_registers)
+            own = self.consumer_thread(storage, SCORES, lane)
+            Consumer(self, params, storage, own, CacheScoreLoop, CacheScoreResults(results)).run()
 
-    def value_outputs(self, params: ForwardParams, outputs: ForwardOutputs) -> CacheResults:
-        return self.results(params, outputs)
+    @cute.jit
+    def multiply(
+        self,
+        params: ForwardParams,
+        storage: LargeStorage,
+        results: CacheResults,
+        columns: Constexpr,
+        lane: Int32,
+    ) -> None:
+        """Compute half ``columns`` of O's columns of all work tiles."""
+        cute.arch.setmaxregister_increase(self.tile.compute_registers)
+        own = self.consumer_thread(storage, columns, lane)
+        CacheValueConsumer(self, params, storage, results, own, columns).run()
+
+    def consumer_thread(self, storage: LargeStorage, group: int, lane: Int32) -> ConsumerThread:
+        """The running thread of consumer warpgroup ``group``, with its half of V's columns."""
+        columns, (tile_n, _, stages) = self.output_columns, storage.s_v.shape
+        half = (columns, tile_n, stages), (group % self.tile.warpgroups, 0, 0)
+        s_v = cute.local_tile(layouts.transposed(storage.s_v), *half)
+        s_q = storage.q.tensor[None, None, 0]
+        fragments = fragments_of(self, storage, 0, 0, s_q, columns, storage.p.tensor, s_v)
+        return ConsumerThread(Int32(group), lane, PingPong(Int32(group), 1, False), fragments)

@@ -94,11 +94,11 @@ class CacheResults:
         self,
         kernel: Constexpr,
         tile: QueryTile,
-        acc: cute.Tensor,
+        acc: cute.Tensor | None,
         lse: cute.Tensor | None,
         score_map: ScoreMap,
     ) -> None:
-        """Write normalised O, and LSE unless it is None, to the results or to partial results."""
+        """Write normalised O and LSE, or one of them, to the results or to partial results."""
         outputs, traits = self.outputs, kernel.traits
         if cutlass.const_expr(traits.split == "fixed"):
             split: Any = tile.split
