@@ -327,6 +327,7 @@ class ForwardSm90(AttentionKernel):
                 if (warp > 0) & (warp <= self.tile.warpgroups):
                     BiasProducer(self, params, storage, inputs.bias, warp - 1).run()
         else:
+            cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
             self.consume(params, storage, outputs, warp, thread)
 
     def produce(self, params: ForwardParams, storage: ForwardStorage, inputs: ForwardInputs) -> None:
@@ -346,7 +347,6 @@ class ForwardSm90(AttentionKernel):
         thread: Int32,
     ) -> None:
         """Compute a consumer warpgroup's rows of all work tiles."""
-        cute.arch.setmaxregister_increase(self.tile.compute_registers // 8 * 8)
         consumer = ConsumerThread.make(self, storage, thread - WARPGROUP)
         self.consumer(self, params, storage, consumer, MainLoop, self.results(params, outputs)).run()
 

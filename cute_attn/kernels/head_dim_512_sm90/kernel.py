@@ -160,7 +160,6 @@ class ForwardLargeSm90(ForwardSm90):
         thread: Int32,
     ) -> None:
         """Run the role of the warp's consumer warpgroup: scores and the first half of O, or the second half of O."""
-        cute.arch.setmaxregister_increase(self.tile.compute_registers)
         lane = thread % WARPGROUP
         if warp < 8:
             own = consumer_thread(self, storage, SCORES, lane)

@@ -222,17 +222,22 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
         return columns // 2 if columns > 192 else columns
 
     @cute.jit
-    def consume(
+    def run_roles(
         self,
         params: ForwardParams,
-        storage: LargeStorage,
+        storage: LargeStorage,  # type: ignore[override]
+        inputs: ForwardInputs,
         outputs: ForwardOutputs,
         warp: Int32,
         thread: Int32,
     ) -> None:
-        """Run the role of the warp's consumer warpgroup: half of O's columns, or the scores."""
+        """Set each warpgroup's register count and run its role: loads, half of O's columns, or the scores."""
         results, lane = self.results(params, outputs), thread % WARPGROUP
-        if warp < 8:
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tile.load_registers)
+            if warp == 0:
+                self.produce(params, storage, inputs)
+        elif warp < 8:
             self.multiply(params, storage, results, 0, lane)
         elif warp < 12:
             self.multiply(params, storage, results, 1, lane)
