@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_attn import attention
-from cute_attn.flash_attn.conventions import unpack
+from cute_attn.flash_attn.conventions import tensors_of
 from cute_attn.host import fused_qkv
 
 
@@ -41,7 +41,7 @@ def test_unbind_differentiates_as_torchs():
         torch.autograd.grad(attention(*part(x)).square().sum(), x)[0] for part in (fused_qkv.unbind, _unbind)
     ]
     torch.testing.assert_close(*grads)
-    (node,) = {x.grad_fn for x in unpack("qkv", x, 5, 3)}
+    (node,) = {x.grad_fn for x in tensors_of({"qkv": x})}
     assert "_Unbind" in node.name(), "FlashAttention's functions use it"
 
 
