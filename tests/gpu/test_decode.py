@@ -363,6 +363,12 @@ def test_latent_attention(heads, queries, new, num_splits):
     check(problem.share(), "cuda", repeats=30, num_splits=num_splits)
 
 
+def test_latent_attention_in_many_work_tiles():
+    """A CTA has several, of several key blocks: its warpgroups pass P on, from one to the next."""
+    case = Case((300,) * 300, queries=(1,) * 300, capacity=320, page=64, heads=(128, 1), dims=(576, 512))
+    check(Problem(case, dtype=torch.bfloat16).share(), "cuda", repeats=30)
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (13, 58), (256, 256)])
 @pytest.mark.parametrize("name", WITH_ANY_ROWS)
 def test_fp32(name, dims):

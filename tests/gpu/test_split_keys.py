@@ -256,10 +256,10 @@ def test_hoppers_pages_equal_entries_bit_for_bit(name):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("page", [16, 64])
-def test_many_work_tiles_per_cta(page, arch):
+@pytest.mark.parametrize(("page", "dim"), [(16, 128), (64, 128), (16, 320)])
+def test_many_work_tiles_per_cta(page, dim, arch):
     """A CTA has four whole work tiles, again and again: nothing that one leaves reaches the next."""
-    call = Call((2000,) * 66, (1,) * 66, heads=(16, 8), capacity=2048)
+    call = Call((2000,) * 66, (1,) * 66, heads=(16, 8), dims=(dim, dim), capacity=2048)
     expected = call.run(kernel=arch)
     call.check(expected)
     for _ in range(20):

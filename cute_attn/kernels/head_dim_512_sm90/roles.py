@@ -41,7 +41,7 @@ SCORES, VALUES = 0, 1
 
 @dataclass(frozen=True)
 class SharedProbabilities:
-    """P of one step and the factors that rescale the rows of O: written by one warpgroup, read by both.
+    """P of one step and the factors that rescale the rows of O: written by one warpgroup, read by two.
 
     A work tile fills this buffer once per key block, and once more with the factors that normalize O's rows.
     """
@@ -263,13 +263,13 @@ class ScoreLoop(MainLoop):
         return lse
 
     @cute.jit
-    def publish_factors(self, score_map: ScoreMap) -> None:
-        """Publish the factors that normalize O to the other warpgroup."""
+    def publish_factors(self, score_map: ScoreMap) -> Int32:
+        """Publish the factors that normalize O; returns the use of P's pipeline."""
         p, use = self.storage.p, self.uses.keys + (self.blocks.end - self.blocks.begin) + self.tiles_before
         p.pipeline.producer_wait(use)
         p.write_factors(self.thread.fragments.factors, score_map, use)
         p.commit(use)
-        p.pipeline.consumer_release(use, Accessed.BY_THREADS)
+        return use
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,8 @@ class ScoreResults:
         thread, fragments, tile = rematerialize(own.index), own.fragments, loop.query_tile
         score_map = kernel.score_map(thread)
         lse = loop.finish_rows(loop.sinks(self.params, thread))
-        loop.publish_factors(score_map)
+        use = loop.publish_factors(score_map)
+        storage.p.pipeline.consumer_release(use, Accessed.BY_THREADS)  # this warpgroup has the factors
         multiply_rows(fragments.acc_o_rows, fragments.factors)
         store_lse(self.outputs.mLSE, lse, score_map, tile, kernel.traits.varlen)
         kernel.epilogues.store_maxima(loop.state, loop.softmax.seen, score_map, tile.row0)
@@ -298,7 +299,7 @@ class ScoreResults:
 
 @dataclass(frozen=True)
 class ValueConsumer(ForwardRole):
-    """The warpgroup with the second half of O's columns; it multiplies the other warpgroup's P by V.
+    """The warpgroup with the second half of O's columns; it multiplies another warpgroup's P by V.
 
     outputs: where O is stored; a subclass may use another class.
     """
