@@ -225,7 +225,7 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
     def run_roles(
         self,
         params: ForwardParams,
-        storage: LargeStorage,  # type: ignore[override]
+        storage: LargeStorage,
         inputs: ForwardInputs,
         outputs: ForwardOutputs,
         warp: Int32,
