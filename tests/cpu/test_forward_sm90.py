@@ -6,7 +6,13 @@ from cute_attn.compiler import registry
 from cute_attn.kernels.forward_sm90 import ForwardSm90
 from cute_attn.kernels.head_dim_512_sm90.kernel import ForwardLargeSm90
 from cute_attn.rows.tma import LastUse, QueryBuffer
-from cute_attn.tiles import ForwardLargeTile, ForwardSm90Tile
+from cute_attn.tiles import (
+    BackwardSm90Tile,
+    ForwardLargeTile,
+    ForwardSm90Tile,
+    KvcacheLargeTile,
+    KvcacheSm90Tile,
+)
 from cute_attn.traits import Traits
 
 D512 = Traits("forward", "sm90", "bf16", 512)
@@ -46,3 +52,19 @@ def test_last_use_of_the_buffer_of_q(shared_with_o, in_registers, last_use):
     buffer = QueryBuffer(None, None, tile)
     assert buffer.last_use is last_use
     assert buffer.used_without_keys == shared_with_o
+
+
+@pytest.mark.parametrize(
+    "tile",
+    [
+        *(of(tile_m=64 * groups) for of in (ForwardSm90Tile, KvcacheSm90Tile) for groups in (1, 2, 3)),
+        *(of(tile_m=64, blocks_per_sm=n) for of in (ForwardSm90Tile, KvcacheSm90Tile) for n in (2, 3)),
+        *(ForwardSm90Tile(tile_m=256), ForwardLargeTile(), KvcacheLargeTile(), BackwardSm90Tile()),
+    ],
+    ids=lambda tile: f"{type(tile).__name__} {tile}",
+)
+def test_registers_of_all_warpgroups_fit(tile):
+    """A warpgroup that asks for one register more than a CTA began with waits forever."""
+    own = 65536 // (tile.num_threads * getattr(tile, "blocks_per_sm", 1)) // 8 * 8
+    computing = tile.warpgroups * (tile.compute_registers // 8 * 8) + getattr(tile, "score_registers", 0)
+    assert tile.load_registers + computing <= tile.num_threads // 128 * min(own, 255)
