@@ -92,6 +92,7 @@ FURTHER = [
     "forward-sm90-bf16-d104-window",
     "forward-sm90-fp16-d64-causal-dropout",
     "forward-sm90-bf16-d32-causal-softcap-alibi-bias_bf16-dropout",
+    "forward-sm90-bf16-d64-causal-softcap",
     "forward-sm90-bf16-d64-causal-softcap-alibi",
     "forward-sm90-bf16-d64-causal-bias_bf16-dropout_mem_efficient",
     "forward-sm90-bf16-d64-causal-softcap-alibi-bias_bf16-dropout",
