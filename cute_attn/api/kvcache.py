@@ -138,9 +138,9 @@ check_lengths
         those of this call, its keys those of a sequence, from cache_leftpad. Blocks that it hides from all query heads
         of a key head are not read, except with cache_leftpad, in fp32 and for head dims above 256.
     num_splits : int
-        How the keys of a query block are split on CUDA. 0: depends on shapes, the cache's capacity
-        included; 1: no split; n up to 512: n splits. Repeated calls are equal bit for bit. Other splits change
-        rounding, and so do, with 0, other numbers of sequences in the batch.
+        How the keys of a query block are split on CUDA. 0: depends on shapes, the cache's capacity included; 1: no
+        split; n up to 512: n splits. Repeated calls are equal bit for bit. Other splits change rounding, and so do,
+        with 0, other numbers of sequences in the batch.
     same_bits : bool
         As for :func:`cute_attn.attention`: a row's results depend only on its own sequence, bit for bit. Without rotary
         embedding they equal those of :func:`cute_attn.attention` and :func:`cute_attn.attention_varlen` with the same

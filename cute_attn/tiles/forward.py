@@ -496,9 +496,8 @@ class ForwardLargeTile(Tile):
     compute_registers: ClassVar[int] = 232
     load_registers: ClassVar[int] = 40
     blocks_per_sm: ClassVar[int] = 1
-    p_stages: ClassVar[int] = (
-        2  # a step's P is written before the other warpgroup has read the previous step's
-    )
+    # A step's P is written before the other warpgroup has read the previous step's.
+    p_stages: ClassVar[int] = 2
     # Fields of the Hopper forward's tile that are fixed here:
     rescale_threshold: ClassVar[int] = 8
     share_qo_smem: ClassVar[bool] = True
@@ -578,7 +577,7 @@ class KvcacheLargeTile(ForwardLargeTile):
         return self._areas(traits, padded(traits.head_dim))
 
     def registers(self, traits: Traits) -> int:
-        """Of a thread that computes O. One that computes scores has fewer, and counts with the difference."""
+        """Registers that a thread with columns of O needs, or one with scores, which has fewer, plus the difference."""
         columns = self.columns_of_v(traits) // 4
         scores = super().registers(traits) - columns
         return max(columns + 24, scores + self.compute_registers - self.score_registers)

@@ -77,16 +77,17 @@ class ForwardLargeSm90(ForwardSm90):
         return self
 
     def step_content(self) -> StepContent:
-        """Content of an unmasked step of the scores warpgroup, with the products of the values warpgroup."""
-        tile, d, dv = self.tile, padded(self.traits.head_dim), self.tile.columns_of_v(self.traits)
+        """Content of an unmasked step of the warpgroup with the scores, and the P V of the other warpgroups."""
+        tile, d, each = self.tile, padded(self.traits.head_dim), self.columns_at_once
         qk = wgmma_count(tile.tile_m, tile.tile_n, d, 1)
-        pv = wgmma_count(tile.tile_m, dv, tile.tile_n, tile.warpgroups, tile.warpgroups)
+        pv = self.output_columns // each * wgmma_count(tile.tile_m, each, tile.tile_n, 1)
+        own = 0 if tile.score_warps else pv
         elements = tile.tile_n // 2
-        exp2 = elements * (1 + self.traits.softcap) + (0 if tile.rescale_threshold else 2)
-        loaded = 2 * tile.tile_n * (d + dv)
+        columns = d if self.traits.latent else d + tile.columns_of_v(self.traits)
         return StepContent(
-            qk + pv, exp2, elements, 4, async_bytes=loaded, other_wgmma=(pv, self.output_columns)
-        )
+            qk + own, elements * (1 + self.traits.softcap), elements, 4,
+            async_bytes=2 * tile.tile_n * columns, other_wgmma=(tile.warpgroups * pv - own, each),
+        )  # fmt: skip
 
     # ---- layouts and the MMAs ----
 
@@ -134,6 +135,11 @@ class ForwardLargeSm90(ForwardSm90):
     def divides_columns(self) -> bool:
         """Always True: warpgroups divide the columns of O, not its rows."""
         return True
+
+    @property
+    def columns_at_once(self) -> int:
+        """Columns of an instruction of P V: all of a warpgroup's."""
+        return self.output_columns
 
     @property
     def output_columns(self) -> int:

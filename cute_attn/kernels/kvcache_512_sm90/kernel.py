@@ -32,7 +32,7 @@ import layouts
 from cute_attn.device.math import rematerialize
 from cute_attn.device.pipeline import WARPGROUP, PingPong
 from cute_attn.device.score_tile import ScoreMap, ScoreTile
-from cute_attn.kernels.base import StepContent, beyond_cache, wgmma_count
+from cute_attn.kernels.base import beyond_cache
 from cute_attn.kernels.copies import Copies
 from cute_attn.kernels.forward_sm90.consumer import Consumer
 from cute_attn.kernels.forward_sm90.producer import CLAIM_AHEAD
@@ -50,7 +50,7 @@ from cute_attn.kernels.kvcache_sm90.kernel import KvcacheSm90
 from cute_attn.kernels.kvcache_sm90.roles import CacheLoads, CacheResults
 from cute_attn.outputs.staged_output import ForwardOutputs
 from cute_attn.rows.cached import EntryTiles, PagedTiles
-from cute_attn.tiles import KvcacheLargeTile, is_latent_dim, padded
+from cute_attn.tiles import KvcacheLargeTile, is_latent_dim
 from cute_attn.traits import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Traits
 from cute_attn.work.block_range import BlockRange
 from cute_attn.work.query_tiles import QueryTile
@@ -193,16 +193,6 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
             return LatentLoads(inputs, storage, params)
         return super().loads(inputs, storage, params)
 
-    def step_content(self) -> StepContent:
-        """Content of an unmasked step of the scores warpgroup, with the products of the values warpgroups."""
-        tile, d, dv = self.tile, padded(self.traits.head_dim), self.tile.columns_of_v(self.traits)
-        qk, each = wgmma_count(tile.tile_m, tile.tile_n, d, 1), self.columns_at_once
-        pv = dv // each * wgmma_count(tile.tile_m, each, tile.tile_n, 1)
-        elements = tile.tile_n // 2
-        exp2 = elements * (1 + self.traits.softcap)
-        loaded = 2 * tile.tile_n * (d if self.traits.latent else d + dv)
-        return StepContent(qk, exp2, elements, 4, async_bytes=loaded, other_wgmma=(pv, each))
-
     def mma_pv(self) -> cute.TiledMma:
         """O += P V by one warpgroup with half of the columns, both from shared memory."""
         return layouts.tiled_mma_sm90(
@@ -238,16 +228,16 @@ class KvcacheLargeSm90(KvcacheSm90, ForwardLargeSm90):
             if warp == 0:
                 self.produce(params, storage, inputs)
         elif warp < 8:
-            self.multiply(params, storage, results, 0, lane)
+            self.compute_values(params, storage, results, 0, lane)
         elif warp < 12:
-            self.multiply(params, storage, results, 1, lane)
+            self.compute_values(params, storage, results, 1, lane)
         else:
             cute.arch.setmaxregister_increase(self.tile.score_registers)
             own = self.consumer_thread(storage, SCORES, lane)
             Consumer(self, params, storage, own, CacheScoreLoop, CacheScoreResults(results)).run()
 
     @cute.jit
-    def multiply(
+    def compute_values(
         self,
         params: ForwardParams,
         storage: LargeStorage,
